@@ -41,7 +41,7 @@ class ModelConfig(Config):
 class MazeConfig(Config):
     """The built-in maze task."""
 
-    sizes: dict[int, Annotated[float, Field(gt=0)]] = {3: 0.3, 4: 0.3, 5: 0.25, 6: 0.15}
+    sizes: dict[int, Annotated[float, Field(gt=0)]] = Field(default={3: 0.3, 4: 0.3, 5: 0.25, 6: 0.15})
     """Side length -> weight of the draw."""
     impatient: Annotated[float, Field(ge=0, le=1)] = 0.65
     """Share of demonstrations that cut through a wall at dead ends: the habit that RL removes."""
@@ -98,7 +98,7 @@ class RewardConfig(Config):
 class LengthsConfig(Config):
     """Profiling and prediction of response lengths."""
 
-    profile_prompts: Positive = 128
+    profile_prompts: Positive = 256
     """Training prompts that the start model answers to learn how long answers are (at most half of them)."""
     samples: Positive = 4
     """Responses for each profiled prompt."""
@@ -142,7 +142,7 @@ class GenerationConfig(Config):
     """For one weight refresh."""
     max_restarts: Natural = 2
     """Restarts of dead engines before the run stops."""
-    extra_args: list[str] = []
+    extra_args: list[str] = Field(default=[])
     """Further arguments of `vllm serve`, as they are."""
 
 

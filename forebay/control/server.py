@@ -1,0 +1,93 @@
+"""The Control Unit's HTTP face. Every route needs the run's token; bodies are msgpack, answers msgpack or JSON.
+
+Bound to the profile's host (loopback by default). Routes: see `wire.py`; and `GET /v1/status`.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+import uvicorn
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+
+from forebay.control.unit import ControlUnit
+from forebay.control.wire import MEDIA_TYPE, BatchRequest, SnapshotReport, StepReport, pack_batch, unpack
+from forebay.errors import DeadlineError, ForebayError, RunError
+
+START_TIMEOUT_S = 30.0
+
+
+def control_app(unit: ControlUnit, token: str) -> FastAPI:
+    """The application; without the token every route answers 401."""
+
+    def authorised(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if not secrets.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise HTTPException(401, "the run's token is missing or wrong")
+
+    app = FastAPI(dependencies=[Depends(authorised)], docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(ForebayError)
+    async def refused(_: Request, error: ForebayError) -> JSONResponse:
+        return JSONResponse({"reason": str(error)}, status_code=400)
+
+    @app.post("/v1/batches/next")
+    async def next_batch(request: Request) -> Response:
+        message = unpack(BatchRequest, await request.body())
+        if unit.is_over:
+            return JSONResponse({"reason": "the run is over"}, status_code=410)
+        batch = await unit.next_batch(message.step)
+        if batch is None:
+            return Response(status_code=204)
+        return Response(pack_batch(batch), media_type=MEDIA_TYPE)
+
+    @app.post("/v1/steps")
+    async def step(request: Request) -> dict[str, bool]:
+        await unit.step_trained(unpack(StepReport, await request.body()))
+        return {"ok": True}
+
+    @app.post("/v1/snapshots")
+    async def snapshot(request: Request) -> dict[str, bool]:
+        await unit.snapshot_published(unpack(SnapshotReport, await request.body()))
+        return {"ok": True}
+
+    @app.get("/v1/status")
+    async def status() -> JSONResponse:
+        return JSONResponse(unit.status())
+
+    return app
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: signals belong to the run's owner."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serve(app: FastAPI, host: str, port: int) -> AsyncIterator[str]:
+    """Serve in this event loop; yields the base URL; stops at exit."""
+    server = _Server(uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False, lifespan="off"))
+    task = asyncio.create_task(server.serve())
+    try:
+        await _started(server, task, f"{host}:{port}")
+        yield f"http://{host}:{port}"
+    finally:
+        server.should_exit = server.force_exit = True
+        with contextlib.suppress(SystemExit):
+            await task
+
+
+async def _started(server: uvicorn.Server, task: "asyncio.Task[None]", address: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not server.started:
+        if task.done():
+            raise RunError(f"the Control Unit cannot listen on {address}; choose another control.port")
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"the Control Unit did not listen on {address} within {START_TIMEOUT_S:.0f} s")
+        await asyncio.sleep(0.01)
