@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from forebay.control.controller import Batch, Controller, Group, Stage
+from forebay.control.controller import Batch, Controller, Engine, Group, Stage
 from forebay.control.ledger import LedgerError
 from forebay.control.recorder import Recorder
 from forebay.control.types import EngineFailure, GenerationEngine, RequestRefused, Snapshot
@@ -156,7 +156,7 @@ class ControlUnit:
         index = self.controller.next_refresh()
         if index is not None and index not in self._recovering and self._snapshot is not None:
             self.controller.refresh_started(index)
-            self._spawn(self._refresh(index, self._snapshot))
+            self._spawn(self._refresh(index, self.controller.engines[index], self._snapshot))
 
     async def _generate(self, group: Group, attempt: int, index: int) -> None:
         rules = self.controller.rules
@@ -187,8 +187,7 @@ class ControlUnit:
             self.controller.scored(group.group_id, tuple(float(reward) for reward in rewards))
         await self._wake()
 
-    async def _refresh(self, index: int, snapshot: Snapshot) -> None:
-        engine = self.controller.engines[index]
+    async def _refresh(self, index: int, engine: Engine, snapshot: Snapshot) -> None:
         try:
             record = await self._fleet.engines[index].refresh(snapshot)
         except EngineFailure as failure:
