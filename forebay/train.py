@@ -7,7 +7,6 @@ completion record says, not an exit code; parts do not know each other or this m
 import asyncio
 import contextlib
 import json
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,7 +91,7 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
         recorder = stack.enter_context(contextlib.closing(Recorder(run.metrics, on_progress)))
         trainer = _start_trainer(run, url, cores.trainer)
         stack.callback(trainer.stop, 5.0)
-        fleet = await stack.enter_async_context(Fleet(run, run.start_model, cores.engines))
+        fleet = await stack.enter_async_context(Fleet(run, run.start_model, cores))
         unit = ControlUnit(
             controller,
             fleet,
@@ -118,13 +117,13 @@ def _reward_pool(run: RunContext) -> RewardPool:
 
 def _control_port(config: RunConfig) -> int:
     if config.control.port:
-        require_free(config.launch.host, config.control.port)
+        require_free(config.launch.host, config.control.port, "control.port")
         return config.control.port
     return free_port(config.launch.host)
 
 
 def _start_trainer(run: RunContext, url: str, cores: list[int] | None) -> Process:
-    argv, env = trainer_command(run, url, cores)
+    argv, env, _ = trainer_command(run, url, cores)
     return spawn("trainer", argv, env=env, log=run.logs / "trainer.log", cores=cores)
 
 
@@ -173,7 +172,7 @@ def _result(controller: Controller, recorder: Recorder) -> TrainResult:
         wall_s=recorder.elapsed,
         step_times=[step["step_time_s"] for step in steady],
         train_waits=[step["train_wait_s"] for step in steady],
-        staleness_bound=math.ceil(controller.rules.max_staleness),
+        staleness_bound=controller.rules.staleness_bound,
         staleness_mean=statistics.fmean(recorder.staleness) if recorder.staleness else 0.0,
         staleness_max=max(recorder.staleness, default=0),
         fates=controller.ledger.fates(),

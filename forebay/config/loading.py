@@ -4,7 +4,7 @@ A profile that is wrong raises `UserError` with one line per mistake: file, key,
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,22 @@ from pydantic import BaseModel, ValidationError
 
 from forebay.config.run import RunConfig
 from forebay.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which takes the last of two equal keys, made to refuse the second."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if isinstance(key, Hashable) and key in seen:
+                line = key_node.start_mark.line + 1
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"line {line}: key {key!r} stands here a second time"
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -43,7 +59,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as a profile ({error})") from None
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if values is None:
@@ -59,12 +75,14 @@ def _assign(values: dict[str, Any], text: str) -> None:
     if not equals or not all(parts):
         raise UserError(f"--set {text}: write key=value, for example --set training.steps=20")
     try:
-        value = yaml.safe_load(raw)
+        value = yaml.load(raw, _Loader)
     except yaml.YAMLError:
         raise UserError(f"--set {text}: the value is not valid YAML; quote it") from None
     node = values
     for part in parts[:-1]:
-        child = node.setdefault(part, {})
+        child = node.get(part)
+        if child is None:  # absent, or a section without keys
+            child = node[part] = {}
         if not isinstance(child, dict):
             raise UserError(f"--set {text}: {part} is a value, not a section")
         node = child
@@ -82,7 +100,14 @@ def _explain(item: Any) -> str:
         return f"{key}: {message}"
     if not key:
         return message
-    return f"{key}: {message[0].lower()}{message[1:]} (got {item['input']!r})"
+    if item["type"] == "model_type":
+        return f"{key}: is a section: write keys under it, or leave it out (got {_shown(item['input'])})"
+    return f"{key}: {message[0].lower()}{message[1:]} (got {_shown(item['input'])})"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _fields_at(location: Sequence[Any]) -> list[str]:

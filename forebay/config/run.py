@@ -19,6 +19,8 @@ from forebay.config.sections import (
     TrainingConfig,
 )
 
+LAST_PORT = 65535
+
 Mode = Literal["sync", "one_step_off", "fully_async"]
 
 
@@ -57,6 +59,7 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         gen, control, schedule = self.generation, self.control, self.schedule
+        self._check_ports()
         if gen.max_new_tokens >= self.model.max_model_len:
             raise ValueError(
                 f"generation.max_new_tokens ({gen.max_new_tokens}) leaves no room for a prompt in model.max_model_len "
@@ -89,3 +92,14 @@ class RunConfig(Config):
                 f"model.max_model_len ({self.model.max_model_len}): raise it"
             )
         return self
+
+    def _check_ports(self) -> None:
+        base, engines, control = self.generation.base_port, self.generation.engines, self.control.port
+        if base and base + engines - 1 > LAST_PORT:
+            raise ValueError(
+                f"generation.base_port ({base}) and {engines} engines go beyond port {LAST_PORT}: lower it"
+            )
+        if control and base <= control < base + engines:
+            raise ValueError(
+                f"control.port ({control}) is also an engine's port (generation.base_port {base}): change one"
+            )

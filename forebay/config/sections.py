@@ -8,6 +8,7 @@ from forebay.config.base import Config
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -93,6 +94,8 @@ class RewardConfig(Config):
     """Processes that score."""
     timeout_s: Seconds = 10.0
     """Hard limit for one group's scoring; the worker is killed and the group fails with this reason."""
+    truncated: Literal["zero", "score"] = "zero"
+    """Responses cut off at `generation.max_new_tokens`: reward 0, or scored like any other."""
 
 
 class LengthsConfig(Config):
@@ -132,7 +135,7 @@ class GenerationConfig(Config):
     """Sequences that one engine decodes at a time."""
     kv_cache: Annotated[str, Field(pattern=r"^\d+[KMG]$")] = "128M"
     """KV cache of one engine, in bytes (K, M, G)."""
-    base_port: Natural = 0
+    base_port: Port = 0
     """Engine i listens on base_port + i; 0 takes free ports."""
     startup_timeout_s: Seconds = 240.0
     """From launch to healthy."""
@@ -166,7 +169,7 @@ class ControlConfig(Config):
     False: it keeps its place in the batch and adds nothing to the loss."""
     stall_timeout_s: Seconds = 300.0
     """Without any progress for so long the run stops and names what it waited for."""
-    port: Natural = 0
+    port: Port = 0
     """Port of the Control Unit; 0 takes a free one."""
 
 

@@ -94,7 +94,9 @@ class GenerationEngine(Protocol):
     """What the Control Unit knows of a Generation Unit."""
 
     async def generate(self, prompt_ids: Sequence[int], n: int, seed: int) -> list[Sample]:
-        """`n` responses to one prompt with the run's sampling settings; raises `EngineFailure`, `RequestRefused`."""
+        """`n` responses to one prompt with the run's sampling settings; raises `EngineFailure`, `RequestRefused`.
+
+        Different seeds (any natural number) give independent responses, however close they lie."""
 
     async def refresh(self, snapshot: Snapshot) -> RefreshRecord:
         """Load a snapshot in place; on failure the old weights keep serving and `EngineFailure` is raised."""

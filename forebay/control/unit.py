@@ -160,10 +160,9 @@ class ControlUnit:
 
     async def _generate(self, group: Group, attempt: int, index: int) -> None:
         rules = self.controller.rules
-        # Engines give response i of a request the seed + i: seeds of groups must lie group_size apart.
-        seed = (self._seed * 1_000_003 + group.group_id * 101 + attempt) * rules.group_size
+        seed = (self._seed * 1_000_003 + group.group_id) * 101 + attempt
         try:
-            samples = await self._fleet.engines[index].generate(group.prompt.ids, rules.group_size, seed % 2**31)
+            samples = await self._fleet.engines[index].generate(group.prompt.ids, rules.group_size, seed)
         except EngineFailure as failure:
             if self.controller.generation_failed(group.group_id, attempt):
                 await self._recover(index, failure)

@@ -81,8 +81,7 @@ def _choose(rows: Sequence[Row], run: RunContext) -> list[Row]:
 
 
 async def _profile(run: RunContext, rows: Sequence[Row]) -> list[list[Sample]]:
-    cores = plan_cores(run.config)
-    async with Fleet(run, run.start_model, cores.engines) as fleet:
+    async with Fleet(run, run.start_model, plan_cores(run.config)) as fleet:
         jobs = [_answer(run, fleet.engines[i % len(fleet.engines)], i, row) for i, row in enumerate(rows)]
         return list(await asyncio.gather(*jobs))
 
@@ -92,7 +91,7 @@ async def _answer(run: RunContext, engine: VllmEngine, index: int, row: Row) -> 
     size = run.config.lengths.samples
     for attempt in range(ATTEMPTS):
         try:
-            return await engine.generate(row.prompt_ids, size, (run.config.seed * 7919 + index) * size % 2**31)
+            return await engine.generate(row.prompt_ids, size, run.config.seed * 1_000_003 + index)
         except RequestRefused:
             return []
         except EngineFailure:

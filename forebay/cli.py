@@ -1,0 +1,179 @@
+"""`forebay ...`: the command line.
+
+Invariants:
+- `forebay --help` imports neither torch, Prefect nor vLLM: commands import what they need when they run.
+- Expected failures are one line on stderr and an exit code (2: the user's mistake, 1: ours or the machine's,
+  130: interrupted); a traceback means a bug.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+from forebay import __version__
+from forebay.errors import ForebayError
+
+INTERRUPTED = 130
+OWN_PACKAGES = ("", "forebay", "flows", "tasks")
+"""A module missing from these is a bug; any other one means that the installation is not complete."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="forebay",
+    help="Reinforcement-learning post-training of language models as a pipeline.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ProfileArgument = Annotated[Path, typer.Argument(metavar="PROFILE", help="YAML file with the settings of a run.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, for example training.steps=20. Repeatable."),
+]
+
+
+def main() -> None:
+    """Entry point of the `forebay` script."""
+    app()
+
+
+def _guarded(command: Callable[P, T]) -> Callable[P, T]:
+    """Turn expected failures into one line on stderr and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except ForebayError as error:
+            for line in str(error).splitlines():
+                typer.echo(f"forebay: {line}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("forebay: interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package in OWN_PACKAGES:
+                raise
+            from forebay.doctor import INSTALL
+
+            typer.echo(f"forebay: {package} is not installed: {INSTALL}", err=True)
+            raise typer.Exit(2) from None
+
+    return run
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"forebay {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@_guarded
+def run(profile: ProfileArgument, set_: SetOption = None) -> None:
+    """Run the whole pipeline of a profile: data, lengths, training, evaluation, publication."""
+    from forebay.config import load_profile
+    from forebay.doctor import preflight
+
+    config = load_profile(profile, set_ or ())
+    preflight(config)
+    from flows.local import run_pipeline
+
+    show_summary(run_pipeline(config), config.storage.uri)
+
+
+@app.command()
+@_guarded
+def doctor(
+    profile: Annotated[
+        Path | None, typer.Argument(metavar="[PROFILE]", help="Also check what this profile needs.")
+    ] = None,
+    set_: SetOption = None,
+) -> None:
+    """Check this machine: what is here, what is missing, what to do. Exit code 1 if a run could not start."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from forebay.config import RunConfig, load_profile
+    from forebay.doctor import examine
+    from forebay.errors import UserError
+
+    if profile is None and set_:
+        raise UserError("--set changes a profile: name one")
+    checks = examine(load_profile(profile, set_ or ()) if profile else RunConfig())
+    table = Table("", "check", "here", "what to do", show_edge=False)
+    for check in checks:
+        mark, style = ("ok", "green") if check.ok else ("missing", "red") if check.error else ("note", "yellow")
+        table.add_row(Text(mark, style), check.name, Text(check.detail), Text("" if check.ok else check.fix))
+    Console().print(table)
+    if any(not check.ok and check.error for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+@_guarded
+def config(profile: ProfileArgument, set_: SetOption = None) -> None:
+    """Check a profile and print every setting of it, defaults included, as YAML. Starts nothing."""
+    import yaml
+
+    from forebay.config import load_profile
+
+    typer.echo(yaml.safe_dump(load_profile(profile, set_ or ()).model_dump(), sort_keys=False), nl=False)
+
+
+def show_summary(summary: Mapping[str, Any], storage_uri: str) -> None:
+    """Print a run's `summary.json` as a table, and where it lies."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, show_edge=False)
+    for name, value in summary_rows(summary, storage_uri):
+        table.add_row(name, Text(value))
+    Console().print(table)
+
+
+def summary_rows(summary: Mapping[str, Any], storage_uri: str) -> list[tuple[str, str]]:
+    """(name, value) lines of the closing table; what a run could not measure is a dash."""
+    evaluation, staleness = summary.get("evaluation") or {}, summary.get("staleness") or {}
+    before, after, n = (evaluation.get(key) for key in ("before", "after", "n"))
+    fates = (summary.get("fates") or {}).items()
+    place = f"{storage_uri.removeprefix('file://').rstrip('/')}/{summary['run_id']}"
+    return [
+        ("run", f"{summary['run_id']}, {summary['status']}, {summary['mode']}, {_number(summary.get('wall_s'), 's')}"),
+        ("accuracy", f"{_number(before, '', 3)} -> {_number(after, '', 3)} on {_number(n)} held-out prompts"),
+        ("p-value", "-" if evaluation.get("p_value") is None else f"{evaluation['p_value']:.2g}"),
+        ("step time", f"{_number(summary.get('step_time_s'), 's', 2)} median"),
+        ("waiting for data", "-" if summary.get("train_wait_ratio") is None else f"{summary['train_wait_ratio']:.0%}"),
+        ("tokens", f"{_number(summary.get('tokens_per_s'))}/s"),
+        (
+            "staleness",
+            f"mean {_number(staleness.get('mean'), '', 2)}, max {_number(staleness.get('max'), '', 2)}, "
+            f"bound {_number(staleness.get('bound'), '', 2)}",
+        ),
+        ("groups", ", ".join(f"{count} {fate}" for fate, count in fates) or "-"),
+        ("report", f"{place}/report.png"),
+        ("summary", f"{place}/summary.json"),
+        ("trained model", f"{place}/model"),
+    ]
+
+
+def _number(value: float | None, unit: str = "", digits: int = 0) -> str:
+    return "-" if value is None else f"{value:,.{digits}f} {unit}".rstrip()

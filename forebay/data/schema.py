@@ -1,0 +1,116 @@
+"""The canonical row, as Parquet: what every later stage reads.
+
+Invariants:
+- `prompt_id` is the first 16 hex digits of the SHA-256 of the canonical JSON of `messages`: equal prompts, equal ids.
+- `prompt_ids` is the chat template applied with the start model's tokenizer, ready for an engine.
+- `answer` is JSON; the reward gets what it decodes to.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from forebay.errors import RunError
+
+Message = Mapping[str, str]
+"""{"role": ..., "content": ...}"""
+
+ROWS = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("prompt", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("answer", pa.string()),
+        ("source", pa.string()),
+    ]
+)
+QUARANTINE = pa.schema(
+    [("row", pa.int64()), ("source", pa.string()), ("reason", pa.string()), ("content", pa.string())]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt that no tokenizer has seen yet."""
+
+    messages: tuple[Message, ...]
+    answer: str
+    """JSON."""
+    source: str
+
+    @property
+    def prompt(self) -> str:
+        """Text of the last message."""
+        return self.messages[-1]["content"]
+
+    @property
+    def prompt_id(self) -> str:
+        return prompt_id(self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt, complete."""
+
+    prompt_id: str
+    messages: tuple[Message, ...]
+    prompt: str
+    """Text of the last user message."""
+    prompt_ids: tuple[int, ...]
+    answer: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that was set aside."""
+
+    row: int
+    """Counted from 1; the line for line-by-line files without header."""
+    source: str
+    reason: str
+    content: str
+    """What was read, cut to a few hundred characters."""
+
+
+def prompt_id(messages: Sequence[Message]) -> str:
+    """Stable across machines and versions."""
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    text = json.dumps(plain, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Replaces `path` in one move."""
+    columns = {name: [getattr(row, name) for row in rows] for name in ROWS.names}
+    _write(path, pa.table(columns, schema=ROWS))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Raises `RunError` if the file is missing or of another schema."""
+    try:
+        table = pq.read_table(path, schema=ROWS)
+    except (OSError, pa.ArrowException) as error:
+        raise RunError(f"{path}: cannot be read as Forebay's rows ({str(error).splitlines()[0]})") from None
+    return [
+        Row(**{**row, "messages": tuple(row["messages"]), "prompt_ids": tuple(row["prompt_ids"])})
+        for row in table.to_pylist()
+    ]
+
+
+def write_quarantine(path: Path, bad: Sequence[BadRow]) -> None:
+    """Replaces `path` in one move."""
+    _write(path, pa.table({name: [getattr(row, name) for row in bad] for name in QUARANTINE.names}, schema=QUARANTINE))
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    pq.write_table(table, unfinished)
+    unfinished.replace(path)

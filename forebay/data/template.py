@@ -1,0 +1,59 @@
+"""Chat template and tokenizer of the start model: drafts become rows with token ids.
+
+Invariants:
+- `prompt_ids` are what transformers' `apply_chat_template(..., add_generation_prompt=True)` gives.
+- A prompt leaves room for `generation.max_new_tokens` within `model.max_model_len`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from forebay.config import RunConfig
+from forebay.data.schema import Draft, Row
+from forebay.errors import DataError, UserError
+
+
+class Template:
+    """The start model's tokenizer; raises `UserError` if it cannot be loaded or has no chat template."""
+
+    def __init__(self, model: Path, config: RunConfig) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(model.resolve()))
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"model.path {config.model.path}: its tokenizer cannot be loaded ({reason})") from None
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                f"model.path {config.model.path}: its tokenizer has no chat template; use an instruction-tuned model "
+                "or put a chat_template.jinja into the model's folder"
+            )
+        self._room = config.model.max_model_len - config.generation.max_new_tokens
+
+    def rows(self, drafts: Sequence[Draft]) -> list[Row | DataError]:
+        """In order: the row of each draft, or why it cannot be one."""
+        texts = [self._render(draft) for draft in drafts]
+        rendered = [text for text in texts if isinstance(text, str)]
+        # The template has written the special tokens, so the tokenizer must not add its own.
+        encoded = iter(self._tokenizer(rendered, add_special_tokens=False)["input_ids"] if rendered else [])
+        return [
+            self._row(draft, next(encoded)) if isinstance(text, str) else text
+            for draft, text in zip(drafts, texts, strict=True)
+        ]
+
+    def _render(self, draft: Draft) -> str | DataError:
+        from jinja2 import TemplateError
+
+        messages = [dict(message) for message in draft.messages]
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:
+            return DataError(f"the model's chat template refuses the prompt ({error})")
+
+    def _row(self, draft: Draft, ids: list[int]) -> Row | DataError:
+        if len(ids) > self._room:
+            return DataError(
+                f"the prompt has {len(ids)} tokens; model.max_model_len - generation.max_new_tokens leaves {self._room}"
+            )
+        return Row(draft.prompt_id, draft.messages, draft.prompt, tuple(ids), draft.answer, draft.source)

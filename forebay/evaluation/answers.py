@@ -1,0 +1,192 @@
+"""`Examiner`: puts prompts to a fleet and scores the answers, whatever happens to the engines meanwhile.
+
+Invariants:
+- An answer counts only if every token came from the model that was asked; otherwise it is asked again.
+- An engine's failure is tried again, on the next free engine or after a restart, and never becomes a reward.
+- Every wait ends at `evaluation.timeout_s`, with a message that counts who was waited for.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from forebay.config import RunConfig
+from forebay.control.types import EngineFailure, RefreshRecord, Sample, Snapshot
+from forebay.data.schema import Row
+from forebay.errors import DataError, DeadlineError, RunError
+
+_ATTEMPTS = 4
+"""Tries for one prompt: an engine's death costs every prompt on it one."""
+_RETRY_PAUSE_S = 0.2
+
+
+class GreedyEngine(Protocol):
+    """What the examination needs of an engine."""
+
+    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample: ...
+
+    async def refresh(self, snapshot: Snapshot) -> RefreshRecord: ...
+
+    async def health(self) -> None: ...
+
+
+class Engines(Protocol):
+    """What the examination needs of the fleet."""
+
+    @property
+    def engines(self) -> Sequence[GreedyEngine]: ...
+
+    def alive(self, i: int) -> bool: ...
+
+    async def restart(self, i: int) -> None: ...
+
+
+class Scorer(Protocol):
+    """What the examination needs of the reward workers; raises `DataError` for one bad row, `RunError` if broken."""
+
+    async def score(
+        self, responses: Sequence[tuple[Sequence[int], bool]], answer_json: str, prompt: str
+    ) -> list[float]: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One model's answer to one prompt. `reward` is None if it could not be had, for `reason`."""
+
+    sample: Sample | None
+    reward: float | None
+    reason: str = ""
+
+
+class Examiner:
+    """Examines one model after another on the same engines; starts with the model that the fleet was started on."""
+
+    def __init__(self, fleet: Engines, scorer: Scorer, config: RunConfig) -> None:
+        self._fleet = fleet
+        self._scorer = scorer
+        self._config = config
+        self._snapshot: Snapshot | None = None
+        self._repairs = [asyncio.Lock() for _ in fleet.engines]
+        self._restarts_left = config.generation.max_restarts
+        self._waiting: Counter[str] = Counter()
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """Put other weights into every engine, in place."""
+        self._snapshot = snapshot
+        for i in range(len(self._fleet.engines)):
+            for attempt in range(_ATTEMPTS):
+                try:
+                    await self._fleet.engines[i].refresh(snapshot)
+                    break
+                except EngineFailure as error:
+                    if attempt + 1 == _ATTEMPTS:
+                        raise RunError(f"evaluation: engine {i} does not load the trained model: {error}") from None
+                    if await self._repair(i, error):
+                        break
+
+    async def answer_all(self, rows: Sequence[Row], who: str) -> list[Answer]:
+        """One greedy answer for each row, in order; raises `DeadlineError` and `RunError`. `who` names the model."""
+        answers: list[Answer | None] = [None] * len(rows)
+        todo = deque(range(len(rows)))
+        attempts: Counter[int] = Counter()
+        slots = min(self._config.generation.max_num_seqs, -(-len(rows) // len(self._fleet.engines)))
+        workers = [
+            asyncio.create_task(self._work(i, rows, todo, attempts, answers))
+            for _ in range(slots)
+            for i in range(len(self._fleet.engines))
+        ]
+        limit = self._config.evaluation.timeout_s
+        try:
+            async with asyncio.timeout(limit) as timer:
+                await asyncio.gather(*workers)
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            done = len(rows) - answers.count(None)
+            waits = ", ".join(f"{count} on {name}" for name, count in self._waiting.most_common() if count) or "nobody"
+            raise DeadlineError(
+                f"evaluation of the {who}: {done} of {len(rows)} prompts were done after {limit:g} s "
+                f"(evaluation.timeout_s), waiting: {waits}; raise the limit or lower evaluation.prompts"
+            ) from None
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        return [answer for answer in answers if answer is not None]
+
+    async def _work(
+        self, i: int, rows: Sequence[Row], todo: deque[int], attempts: Counter[int], answers: list[Answer | None]
+    ) -> None:
+        """One of the places on engine `i`: takes prompts until none is left."""
+        while todo:
+            place = todo.popleft()
+            attempts[place] += 1
+            try:
+                answers[place] = await self._answer(i, rows[place])
+            except EngineFailure as error:
+                if attempts[place] == _ATTEMPTS:
+                    raise RunError(f"evaluation: a prompt failed {_ATTEMPTS} times: {error}") from None
+                todo.append(place)
+                await self._repair(i, error)
+
+    async def _answer(self, i: int, row: Row) -> Answer:
+        limits = self._config.generation.max_new_tokens, self._config.model.max_model_len - len(row.prompt_ids)
+        sample = None
+        try:
+            with self._wait(f"engine {i}"):
+                sample = await self._fleet.engines[i].greedy(row.prompt_ids, min(limits))
+            self._check_version(i, sample)
+            with self._wait("the reward workers"):
+                finished = sample.finish_reason == "stop"
+                (reward,) = await self._scorer.score([(sample.ids, finished)], row.answer, row.prompt)
+        except DataError as error:
+            return Answer(sample, None, str(error))
+        return Answer(sample, reward)
+
+    def _check_version(self, i: int, sample: Sample) -> None:
+        wanted = self._snapshot.version if self._snapshot else 0
+        found = {span.version for span in sample.versions}
+        if found != {wanted}:
+            # It was restarted under this request, or in between, and had not loaded the weights yet.
+            raise EngineFailure(f"engine {i} answered with weights of version {sorted(found)}, not {wanted}")
+
+    async def _repair(self, i: int, error: EngineFailure) -> bool:
+        """After a failure: restart the engine if it is of no more use and load the weights; True if that was done."""
+        async with self._repairs[i]:
+            if await self._usable(i):
+                await asyncio.sleep(_RETRY_PAUSE_S)
+                return False
+            if self._restarts_left == 0:
+                raise RunError(
+                    f"evaluation: engine {i} failed, and no restart is left "
+                    f"(generation.max_restarts: {self._config.generation.max_restarts}); see its log. Last: {error}"
+                ) from None
+            self._restarts_left -= 1
+            with self._wait(f"the restart of engine {i}"):
+                await self._fleet.restart(i)
+                if self._snapshot is not None:
+                    await self._fleet.engines[i].refresh(self._snapshot)
+            return True
+
+    async def _usable(self, i: int) -> bool:
+        """Alive, and the client has not given it up either (it does after a time-out or a half-done refresh)."""
+        try:
+            await self._fleet.engines[i].health()
+        except EngineFailure:
+            return False
+        return self._fleet.alive(i)
+
+    @contextmanager
+    def _wait(self, whom: str) -> Iterator[None]:
+        self._waiting[whom] += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            raise  # stays in the count: the deadline's message reads it
+        except BaseException:
+            self._waiting[whom] -= 1
+            raise
+        self._waiting[whom] -= 1

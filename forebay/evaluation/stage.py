@@ -1,0 +1,156 @@
+"""`evaluate`: the start model against the trained model, greedy, on the held-out test prompts.
+
+Invariants:
+- Both models answer the same prompts on the same engines, one after the other, and the pairs are compared.
+- A prompt whose reward cannot be computed for either model is left out of both sides and counted, with its reason.
+- Examples show what training broke as well as what it mended.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+
+from forebay.control.types import Snapshot
+from forebay.data.maze import read_prompt
+from forebay.data.schema import Row, read_rows
+from forebay.errors import RunError, UserError
+from forebay.evaluation.answers import Answer, Examiner
+from forebay.evaluation.compare import by_category, compare, pick_examples
+from forebay.generation.fleet import Fleet
+from forebay.launch.cores import plan_cores
+from forebay.rewards.pool import RewardPool
+from forebay.run import RunContext
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What training changed, on prompts that neither model was trained on."""
+
+    n: int
+    before: float
+    """Mean reward of the start model (its accuracy, where rewards are 0 and 1)."""
+    after: float
+    gained: int
+    """Prompts whose reward rose."""
+    lost: int
+    """Prompts whose reward fell."""
+    p_value: float
+    """Exact two-sided sign test on the pairs (McNemar's, where rewards are 0 and 1)."""
+    mean_length_before: float
+    """Tokens of a response."""
+    mean_length_after: float
+    truncated_before: int
+    """Responses that ran into the token limit."""
+    truncated_after: int
+    left_out: int
+    """Prompts that could not be scored."""
+    by_size: dict[str, tuple[int, float, float]]
+    """Built-in maze only: side length -> (prompts, before, after)."""
+    examples: list[dict[str, Any]]
+    """Of each: prompt, before, after (texts), before_reward, after_reward."""
+
+
+def evaluate(run: RunContext) -> EvaluationResult:
+    """Compare the two models; writes `evaluation.json` and `evaluation_samples.parquet` in the run's folder.
+
+    Raises `UserError` without test prompts, `DeadlineError` after `evaluation.timeout_s` for one model, `RunError`.
+    """
+    test = run.data / "test.parquet"
+    rows = read_rows(test)[: run.config.evaluation.prompts]
+    if not rows:
+        raise UserError(f"{test}: no test prompts to evaluate on; raise data.test_prompts")
+    decode = _decoder(run.start_model)
+    before, after = asyncio.run(_examine(run, rows, trained_snapshot(run)))
+    texts = [[decode(a.sample.ids) if a.sample else "" for a in answers] for answers in (before, after)]
+    samples = [_record(*pair) for pair in zip(rows, before, after, *texts, strict=True)]
+    result = summarize(run, samples)
+    pq.write_table(pa.Table.from_pylist(samples), run.root / "evaluation_samples.parquet")
+    (run.root / "evaluation.json").write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def trained_snapshot(run: RunContext) -> Snapshot:
+    """The trained model as a snapshot that an engine can load; raises `RunError` if there is none."""
+    path = run.trained_model / "manifest.json"
+    try:
+        data = path.read_bytes()
+        version = int(json.loads(data)["version"])
+    except FileNotFoundError:
+        raise RunError(f"{path}: no trained model to evaluate; did training finish?") from None
+    except (ValueError, KeyError, TypeError):
+        raise RunError(f"{path}: damaged, it names no version") from None
+    return Snapshot(version, str(run.trained_model), hashlib.sha256(data).hexdigest())
+
+
+def summarize(run: RunContext, samples: Sequence[dict[str, Any]]) -> EvaluationResult:
+    """The comparison of the samples (rows of `evaluation_samples.parquet`) that both models' rewards are known of."""
+    scored = [s for s in samples if s["before_reward"] is not None and s["after_reward"] is not None]
+    if not scored:
+        reason = next((s["reason"] for s in samples if s["reason"]), "unknown")
+        raise RunError(f"evaluation: not one of {len(samples)} test prompts could be scored; the first: {reason}")
+    before = [s["before_reward"] for s in scored]
+    after = [s["after_reward"] for s in scored]
+    sizes = [_maze_side(s["prompt"]) for s in scored] if run.config.data.source == "builtin:maze" else []
+    shown = pick_examples(before, after, run.config.evaluation.examples)
+    return EvaluationResult(
+        **asdict(compare(before, after)),
+        mean_length_before=statistics.fmean(s["before_length"] for s in scored),
+        mean_length_after=statistics.fmean(s["after_length"] for s in scored),
+        truncated_before=sum(s["before_truncated"] for s in scored),
+        truncated_after=sum(s["after_truncated"] for s in scored),
+        left_out=len(samples) - len(scored),
+        by_size=by_category(sizes, before, after) if sizes else {},
+        examples=[
+            {key: scored[i][key] for key in ("prompt", "before", "after", "before_reward", "after_reward")}
+            for i in shown
+        ],
+    )
+
+
+async def _examine(run: RunContext, rows: Sequence[Row], trained: Snapshot) -> tuple[list[Answer], list[Answer]]:
+    config, reward = run.config, run.config.reward
+    pool = RewardPool(reward.name, run.start_model, reward.workers, reward.timeout_s, reward.truncated)
+    try:
+        async with Fleet(run, run.start_model, plan_cores(config)) as fleet:
+            examiner = Examiner(fleet, pool, config)
+            before = await examiner.answer_all(rows, "start model")
+            await examiner.load(trained)
+            return before, await examiner.answer_all(rows, "trained model")
+    finally:
+        pool.close()
+
+
+def _decoder(model: Path) -> Callable[[Sequence[int]], str]:
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        raise RunError(f"{file}: missing; a model needs a fast tokenizer (tokenizer.json)")
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _record(row: Row, before: Answer, after: Answer, before_text: str, after_text: str) -> dict[str, Any]:
+    """One row of `evaluation_samples.parquet`."""
+    record: dict[str, Any] = {"prompt_id": row.prompt_id, "prompt": row.prompt, "answer": row.answer}
+    for side, answer, text in (("before", before, before_text), ("after", after, after_text)):
+        sample = answer.sample
+        record |= {
+            side: text,
+            f"{side}_reward": answer.reward,
+            f"{side}_length": len(sample.ids) if sample else None,
+            f"{side}_truncated": sample.finish_reason == "length" if sample else None,
+        }
+    return record | {"reason": before.reason or after.reason}
+
+
+def _maze_side(prompt: str) -> int:
+    return math.isqrt(len(read_prompt(prompt).passages))

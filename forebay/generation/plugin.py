@@ -1,0 +1,32 @@
+"""What vLLM loads into each of its processes (entry point `vllm.general_plugins`): idempotent and cheap, no torch.
+
+Invariant: importing this module imports nothing of vLLM; `register` is only called by vLLM itself.
+"""
+
+import multiprocessing
+import os
+
+BACKEND = "forebay"
+FORK_VARIABLE = "FOREBAY_FORK_ENGINE"
+"""Set to 1 by `forebay.generation.server` on CPU."""
+
+
+def register() -> None:
+    """Make the weight-transfer backend known; on CPU let the API server fork its EngineCore."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "forebay.generation.weights", "SnapshotEngine")
+    if os.environ.get(FORK_VARIABLE) == "1":
+        _fork_engine_core()
+
+
+def _fork_engine_core() -> None:
+    """Start EngineCore with fork: it then need not import torch and vLLM again (about 8 CPU-seconds).
+
+    vLLM sets `VLLM_WORKER_MULTIPROC_METHOD=spawn` on CPU whatever the environment says, hence this. It is safe there:
+    no accelerator is open yet and, with OMP_NUM_THREADS=1, no thread pool exists.
+    """
+    import vllm.v1.engine.utils as engine_utils
+
+    engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")

@@ -1,0 +1,218 @@
+"""Weight refresh inside a vLLM worker: stage and verify while decoding goes on, then swap in one call.
+
+Invariants:
+- Nothing of the served model is touched before the whole snapshot is read and verified against its manifest.
+- The swap is one call to the worker, so no decoding step ever sees a half-loaded model; if it fails half-way, the
+  process ends at once instead of serving weights that nobody published.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+logger = logging.getLogger(__name__)
+
+HALF_LOADED_EXIT_CODE = 70
+
+
+class SnapshotRefused(ValueError):
+    """The snapshot is not what its publisher announced or does not fit the served model."""
+
+
+@dataclass
+class SnapshotInit(WeightTransferInitInfo):
+    """Nothing to set up."""
+
+
+@dataclass
+class SnapshotUpdate(WeightTransferUpdateInfo):
+    """One of the two steps of a refresh."""
+
+    action: Literal["stage", "swap"]
+    path: str = ""
+    version: int = 0
+    manifest_sha256: str = ""
+
+
+class Staging:
+    """Reads and verifies one snapshot in a thread (hashing releases the GIL, so decoding goes on)."""
+
+    def __init__(self, update: SnapshotUpdate, shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.error: str | None = None
+        self._update, self._shapes, self._dtype = update, shapes, dtype
+        self._thread = threading.Thread(target=self._run, name="forebay-staging", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> list[tuple[str, torch.Tensor]]:
+        """The verified tensors; raises `SnapshotRefused`."""
+        self._thread.join()
+        if self.error is not None:
+            raise SnapshotRefused(self.error)
+        return self.tensors
+
+    def _run(self) -> None:
+        try:
+            self.tensors = read_snapshot(self._update, self._shapes, self._dtype)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            # Whatever is wrong with the files (safetensors raises its own subclass of ValueError or RuntimeError).
+            self.error = f"snapshot {self._update.path} is refused: {error or type(error).__name__}"
+        except BaseException as error:
+            self.error = f"snapshot {self._update.path} could not be read: {error!r}"
+            raise
+
+
+def read_snapshot(
+    update: SnapshotUpdate, shapes: dict[str, list[int]], dtype: torch.dtype
+) -> list[tuple[str, torch.Tensor]]:
+    """All tensors of a snapshot, verified: manifest digest, version, file digests, names, shapes, types, finiteness."""
+    folder = Path(update.path)
+    raw = (folder / "manifest.json").read_bytes()
+    digest = hashlib.sha256(raw).hexdigest()
+    if digest != update.manifest_sha256:
+        raise SnapshotRefused(f"manifest.json has SHA-256 {digest}, announced was {update.manifest_sha256}")
+    manifest = json.loads(raw)
+    if manifest["version"] != update.version:
+        raise SnapshotRefused(f"it is version {manifest['version']}, announced was {update.version}")
+    _compare_shapes({name: entry["shape"] for name, entry in manifest["tensors"].items()}, shapes)
+    tensors = []
+    for name, entry in manifest["files"].items():
+        with (folder / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != entry["sha256"]:
+            raise SnapshotRefused(f"{name} has SHA-256 {digest}, its manifest says {entry['sha256']}")
+        if name.endswith(".safetensors"):
+            with safe_open(folder / name, framework="pt") as opened:
+                tensors += [(key, opened.get_tensor(key)) for key in opened.keys()]  # noqa: SIM118 (no mapping)
+    _check_tensors(tensors, manifest["tensors"], dtype)
+    return tensors
+
+
+def served_shapes(model_dir: str) -> dict[str, list[int]]:
+    """Names and shapes of the checkpoint that this server was started with."""
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(Path(model_dir).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as opened:
+            shapes |= {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118 (no mapping)
+    if not shapes:
+        raise SnapshotRefused(f"the served model {model_dir} has no .safetensors file to compare snapshots with")
+    return shapes
+
+
+def _compare_shapes(given: dict[str, list[int]], served: dict[str, list[int]]) -> None:
+    for name in sorted(served.keys() - given.keys()):
+        raise SnapshotRefused(f"tensor {name} is missing")
+    for name in sorted(given.keys() - served.keys()):
+        raise SnapshotRefused(f"tensor {name} is not in the served model")
+    for name, shape in given.items():
+        if list(shape) != list(served[name]):
+            raise SnapshotRefused(f"tensor {name} has shape {list(shape)}, the served model has {list(served[name])}")
+
+
+def _check_tensors(tensors: list[tuple[str, torch.Tensor]], entries: dict[str, Any], dtype: torch.dtype) -> None:
+    if sorted(name for name, _ in tensors) != sorted(entries):
+        raise SnapshotRefused("its files do not hold exactly the tensors that its manifest lists")
+    for name, tensor in tensors:
+        entry = entries[name]
+        if list(tensor.shape) != list(entry["shape"]) or f"torch.{entry['dtype']}" != str(tensor.dtype):
+            raise SnapshotRefused(f"tensor {name} is {list(tensor.shape)} {tensor.dtype}, its manifest says {entry}")
+        if tensor.dtype != dtype:
+            raise SnapshotRefused(f"tensor {name} is {tensor.dtype}, the engine serves {dtype}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise SnapshotRefused(f"tensor {name} has values that are not finite")
+
+
+class SnapshotEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
+    """vLLM's side of `VllmEngine.refresh`: start, update(stage), [staging_state ...], pause, update(swap), finish."""
+
+    init_info_cls = SnapshotInit
+    update_info_cls = SnapshotUpdate
+    supports_draft_weight_update = False
+    staging: Staging | None = None
+    _shapes: dict[str, list[int]] | None = None
+
+    def init_transfer_engine(self, init_info: SnapshotInit) -> None:
+        self._shapes = served_shapes(self.model_config.model)
+
+    def start_weight_update(self) -> None:
+        self.staging = None
+
+    def finish_weight_update(self) -> None:
+        self.staging = None
+
+    def shutdown(self) -> None:
+        self.staging = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As in the base class, but without an accelerator there is nothing to synchronize."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: SnapshotUpdate) -> None:
+        if update_info.action == "stage":
+            if self._shapes is None:
+                self._shapes = served_shapes(self.model_config.model)
+            self.staging = Staging(update_info, self._shapes, self.model_config.dtype)
+            return
+        if self.staging is None:
+            raise SnapshotRefused("swap without stage")
+        tensors = self.staging.result()
+        done = False
+        try:
+            self._swap(tensors)
+            done = True
+        finally:
+            if not done:
+                logger.exception("The weights are half loaded: this process ends now.")
+                logging.shutdown()
+                os._exit(HALF_LOADED_EXIT_CODE)
+
+    def _swap(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        expected = {name for name, _ in self.model.named_parameters()}
+        remaining = iter(tensors)
+        initialize_layerwise_reload(self.model)
+        loaded = self.model.load_weights(remaining)
+        finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu():
+            self._repack_tied_head()
+        if next(remaining, None) is not None or (loaded is not None and expected - set(loaded)):
+            raise SnapshotRefused(f"load_weights left out {sorted(expected - set(loaded or ()))[:3]}")
+
+    def _repack_tied_head(self) -> None:
+        """vLLM 0.32 on CPU: a tied lm_head computes with a packed copy of the embedding, which a reload leaves stale."""
+        for module in self.model.modules():
+            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
+
+
+class SnapshotWorker:
+    """Mixed into vLLM's worker (`--worker-extension-cls`): lets the client ask whether staging is done."""
+
+    def forebay_staging_state(self) -> str:
+        """"staging", "staged" or why the snapshot is refused."""
+        staging = self.weight_transfer_engine.staging  # type: ignore[attr-defined]
+        if staging is None:
+            return "nothing is staged"
+        if not staging.done():
+            return "staging"
+        return staging.error or "staged"

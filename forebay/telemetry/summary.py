@@ -1,0 +1,122 @@
+"""`summary.json`: what a run was and did, in one dictionary.
+
+Invariants:
+- The keys of `KEYS` are always there; a stage that did not run leaves null (a run that failed has no evaluation).
+- Every number is finite or null, so the file is JSON in every language.
+- `wall_s` is at least the sum of `stages`: stages run one after another inside it.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from forebay.errors import ForebayError
+from forebay.run import RunContext
+
+if TYPE_CHECKING:
+    from forebay.evaluation.stage import EvaluationResult
+    from forebay.lengths.stage import LengthsResult
+    from forebay.scheduling.schedule import ScheduleResult
+    from forebay.train import TrainResult
+
+STAGES = ("prepare_data", "predict_lengths", "train", "evaluate", "publish")
+
+KEYS = (
+    "run_id",
+    "status",
+    "error",
+    "wall_s",
+    "stages",
+    "mode",
+    "evaluation",
+    "step_time_s",
+    "train_wait_ratio",
+    "staleness",
+    "fates",
+    "tokens_per_s",
+    "lengths",
+    "steps",
+    "minibatches",
+)
+
+EndStatus = Literal["failed", "cancelled"]
+
+
+def build_summary(
+    run: RunContext,
+    *,
+    stages: Mapping[str, float],
+    wall_s: float,
+    lengths: "LengthsResult",
+    schedule: "ScheduleResult",
+    trained: "TrainResult",
+    evaluation: "EvaluationResult",
+) -> dict[str, Any]:
+    """Summary of a complete run. `stages`: stage -> seconds; `wall_s`: seconds since the run began.
+
+    `step_time_s` is the median step; `train_wait_ratio` the share of all step time that the trainer waited for data.
+    """
+    step_s, wait_s = sum(trained.step_times), sum(trained.train_waits)
+    summary = _base(run, "completed", stages, wall_s) | {
+        "evaluation": {
+            "n": evaluation.n,
+            "before": _finite(evaluation.before),
+            "after": _finite(evaluation.after),
+            "p_value": _finite(evaluation.p_value),
+        },
+        "step_time_s": _finite(statistics.median(trained.step_times)) if trained.step_times else None,
+        "train_wait_ratio": _finite(wait_s / step_s) if step_s > 0 else None,
+        "staleness": {
+            "bound": _finite(trained.staleness_bound),
+            "mean": _finite(trained.staleness_mean),
+            "max": _finite(trained.staleness_max),
+        },
+        "fates": {str(fate): count for fate, count in trained.fates.items()},
+        "tokens_per_s": _finite(trained.tokens_per_s),
+        "lengths": {"spearman": _finite(lengths.spearman)},
+        "steps": trained.steps,
+        "minibatches": schedule.minibatches,
+    }
+    return summary
+
+
+def failure_summary(
+    run: RunContext, *, status: EndStatus, error: BaseException, stages: Mapping[str, float], wall_s: float
+) -> dict[str, Any]:
+    """Summary of a run that ended early; the last of `stages` is the one that was running."""
+    summary = _base(run, status, stages, wall_s)
+    summary["error"] = error_line(run, error)
+    return summary
+
+
+def add_publish_time(summary: dict[str, Any], seconds: float) -> None:
+    """Count `seconds` of publishing in a summary that is about to be written."""
+    summary["stages"]["publish"] = round(summary["stages"].get("publish", 0.0) + seconds, 3)
+    summary["wall_s"] = round(summary["wall_s"] + seconds, 3)
+
+
+def error_line(run: RunContext, error: BaseException) -> str:
+    """One line without the run's token; an unexpected error keeps its type's name."""
+    text = " ".join(str(error).split()).replace(run.token, "***")
+    if isinstance(error, ForebayError):
+        return text
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name
+
+
+def _base(run: RunContext, status: str, stages: Mapping[str, float], wall_s: float) -> dict[str, Any]:
+    summary: dict[str, Any] = dict.fromkeys(KEYS)
+    summary.update(
+        run_id=run.run_id,
+        status=status,
+        wall_s=round(wall_s, 3),
+        stages={name: round(seconds, 3) for name, seconds in stages.items()},
+        mode=run.config.mode,
+    )
+    return summary
+
+
+def _finite(value: float | None) -> float | None:
+    """NaN (a correlation of constants, say) and infinity have no JSON: null."""
+    return float(value) if value is not None and math.isfinite(value) else None

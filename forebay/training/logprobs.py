@@ -1,0 +1,87 @@
+"""The policy as the trainer sees it: packed tokens in, log-probabilities of the response tokens out.
+
+Invariants:
+- Every weight is touched inside the `forward` of the module that owns it, and nowhere else: ZeRO-3 gathers a module's
+  weights for the time of its forward (and of its recomputation in the backward pass).
+- The log-softmax is float32 whatever the weights are: a bfloat16 log-probability is off by 0.015, a whole clip range
+  over a few dozen tokens.
+- No (T, vocabulary) tensor outlives its chunk.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from forebay.errors import UserError
+from forebay.training.attention import PACKED, register
+from forebay.training.packing import MicroBatch
+
+CHUNK_ELEMENTS = 1 << 26
+"""Logits of one chunk: 256 MB in float32, about 440 tokens of a 150,000-word vocabulary."""
+_TRANSFORMED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+class LogprobHead(nn.Linear):
+    """The language-model head of a model that is already built (its class is swapped, so that tying is kept)."""
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Without targets: logits. With: (log-probabilities, entropies), each (R,), for hidden states (R, d)."""
+        if targets is None:
+            return F.linear(hidden, self.weight, self.bias)
+        rows = max(CHUNK_ELEMENTS // self.out_features, 1)
+        parts = [
+            checkpoint(self._chunk, h, t, temperature, use_reentrant=False, preserve_rng_state=False)
+            for h, t in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
+        ]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logits = F.linear(hidden, self.weight, self.bias).float() / temperature
+        logprobs = logits.log_softmax(-1)
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+
+class PolicyModel(nn.Module):
+    """A Hugging Face causal LM with packed attention and a `LogprobHead`. Raises `UserError` if the model has parts
+    that this path would leave out."""
+
+    def __init__(self, lm: Any, temperature: float) -> None:
+        super().__init__()
+        head = lm.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise UserError(f"model.path: {type(lm).__name__} has no plain linear language-model head; choose another")
+        scaled = [n for n in _TRANSFORMED_LOGITS if getattr(lm.config, n, None) not in (None, 1, 1.0)]
+        if scaled:
+            raise UserError(f"model.path: {type(lm).__name__} transforms its logits ({scaled[0]}): not supported")
+        head.__class__ = LogprobHead
+        for module in lm.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        self.lm: Any = lm
+        self.temperature = temperature
+        register()
+        lm.set_attn_implementation(PACKED)
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(log-probabilities, entropies) of the response tokens at the rollout temperature; each (R,), float32."""
+        # No mask and no cache, ever: either would make transformers build a mask of its own (see attention.py).
+        hidden = self.lm.base_model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            cu_seq_lens_q=batch.starts,
+            cu_seq_lens_k=batch.starts,
+            max_length_q=batch.longest,
+            max_length_k=batch.longest,
+        ).last_hidden_state
+        result: tuple[Tensor, Tensor] = self.lm.get_output_embeddings()(
+            hidden[0, batch.sources], batch.targets, self.temperature
+        )
+        return result

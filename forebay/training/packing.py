@@ -1,0 +1,125 @@
+"""Sequences -> packed micro-batches, the same number on every rank.
+
+Invariants:
+- Every sequence lies in exactly one micro-batch of one rank; no micro-batch is over the token budget.
+- Every rank has the same number of micro-batches: under ZeRO-2 and 3 each backward pass is a collective, and a rank
+  with one fewer hangs all the others. Where a rank runs out it gets a padding micro-batch whose weights are zero.
+- The plan is a pure function of the lengths, so each rank computes all of it and nothing has to be agreed on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forebay.errors import RunError
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSequence:
+    """One prompt and response. `behaviour` has one log-probability for each response token."""
+
+    prompt_ids: Sequence[int]
+    ids: Sequence[int]
+    behaviour: Sequence[float]
+    advantage: float
+    current: bool
+    """All its tokens come from the version that trains it: its log-probabilities must equal the trainer's."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.ids)
+
+
+PADDING = TrainSequence(prompt_ids=(0,), ids=(0,), behaviour=(0.0,), advantage=0.0, current=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """T packed tokens, R of them (the response tokens) predicted. Positions restart at each of the S sequences."""
+
+    input_ids: Tensor
+    """(1, T) int64."""
+    position_ids: Tensor
+    """(1, T) int64."""
+    starts: Tensor
+    """(S + 1,) int32: cumulative sequence lengths from 0 to T."""
+    longest: int
+    """Tokens of the longest sequence."""
+    sources: Tensor
+    """(R,) int64: index in T of the token before each response token."""
+    targets: Tensor
+    """(R,) int64: the response tokens."""
+    behaviour: Tensor
+    """(R,) float32: log-probabilities under the policy that sampled them."""
+    advantages: Tensor
+    """(R,) float32."""
+    weights: Tensor
+    """(R,) float32: 1, or 0 in a padding micro-batch."""
+    current: Tensor
+    """(R,) bool: sampled by the version that trains."""
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        tensors = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "longest"}
+        return replace(self, **tensors)
+
+
+def plan_micro_batches(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    """plan[rank][micro-batch] = indices into `lengths`; an empty list stands for a padding micro-batch.
+
+    Ranks are balanced by tokens, longest sequence first to the least loaded (Graham's LPT: at most 4/3 of the best
+    makespan). Raises `RunError` if one sequence is longer than `budget`.
+    """
+    if lengths and max(lengths) > budget:
+        raise RunError(
+            f"a sequence has {max(lengths)} tokens but training.micro_batch_tokens is {budget}: raise it or lower "
+            "model.max_model_len"
+        )
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    loads, shares = [0] * ranks, [list[int]() for _ in range(ranks)]
+    for i in order:
+        rank = loads.index(min(loads))
+        shares[rank].append(i)
+        loads[rank] += lengths[i]
+    plan = [_first_fit(share, lengths, budget) for share in shares]
+    most = max(len(bins) for bins in plan)
+    return [bins + [[] for _ in range(most - len(bins))] for bins in plan]
+
+
+def _first_fit(share: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """First-fit of indices already sorted by falling length (within 11/9 of the fewest bins)."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in share:
+        k = next((k for k, free in enumerate(room) if free >= lengths[i]), len(bins))
+        if k == len(bins):
+            bins.append([])
+            room.append(budget)
+        bins[k].append(i)
+        room[k] -= lengths[i]
+    return bins
+
+
+def pack(sequences: Sequence[TrainSequence]) -> MicroBatch:
+    """Lay the sequences end to end; none at all gives a padding micro-batch."""
+    weight = 1.0 if sequences else 0.0
+    sequences = sequences or [PADDING]
+    lengths = np.array([len(s) for s in sequences])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    answers = np.array([len(s.ids) for s in sequences])
+    prompts = lengths - answers
+    # Response token j of a sequence is predicted at prompt_length - 1 + j, one before its own place.
+    within = np.arange(answers.sum()) - np.repeat(np.cumsum(answers) - answers, answers)
+    return MicroBatch(
+        input_ids=torch.from_numpy(np.concatenate([[*s.prompt_ids, *s.ids] for s in sequences]).astype(np.int64))[None],
+        position_ids=torch.from_numpy(np.arange(starts[-1]) - np.repeat(starts[:-1], lengths))[None],
+        starts=torch.from_numpy(starts.astype(np.int32)),
+        longest=int(lengths.max()),
+        sources=torch.from_numpy(np.repeat(starts[:-1] + prompts - 1, answers) + within),
+        targets=torch.from_numpy(np.concatenate([s.ids for s in sequences]).astype(np.int64)),
+        behaviour=torch.from_numpy(np.concatenate([s.behaviour for s in sequences]).astype(np.float32)),
+        advantages=torch.from_numpy(np.repeat([s.advantage for s in sequences], answers).astype(np.float32)),
+        weights=torch.full((int(answers.sum()),), weight),
+        current=torch.from_numpy(np.repeat([s.current for s in sequences], answers)),
+    )

@@ -1,0 +1,31 @@
+"""The task `publish`: the report, and what lasts of a run to the store."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from forebay.run import RunContext
+from forebay.storage import publish as storage
+from forebay.telemetry import report
+from forebay.telemetry.summary import add_publish_time
+from tasks.artifacts import save_markdown
+
+if TYPE_CHECKING:
+    from forebay.evaluation.stage import EvaluationResult
+
+
+@task(name="publish", cache_policy=NO_CACHE)
+def publish(run: RunContext, summary: dict[str, Any], evaluation: "EvaluationResult") -> str:
+    """Draw the report, publish, save the artifact `report`; returns the run's URI.
+
+    `summary` is changed: its publish stage becomes the time until the summary is handed over to be published.
+    """
+    started = time.monotonic()
+    report.write_report(run, summary)
+    add_publish_time(summary, time.monotonic() - started)
+    uri = storage.publish(run, summary)
+    text = f"Published at `{uri}`\n\n{report.report_markdown(summary, evaluation)}"
+    save_markdown("report", text, f"Report of {run.run_id}")
+    return uri

@@ -1,0 +1,7 @@
+"""For all tests: small machines, no way out to the hub, nothing of the user's own settings."""
+
+import os
+
+# Before any import of torch: its thread pools take every core, and the tests' processes share few.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")

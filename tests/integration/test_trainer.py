@@ -1,0 +1,232 @@
+"""The trainer as it runs: real processes, real DeepSpeed, a Control Unit of a few lines.
+
+The golden is a loop in plain torch over unpadded, unpacked sequences: transformers' own forward, torch's AdamW and
+gradient clipping, and the loss written out below.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from forebay.config import parse_config
+from forebay.run import RunContext
+from forebay.training.launch import trainer_command
+from forebay.training.snapshots import verify_files
+from tests.support.control_stub import Batch, ControlStub
+from tests.support.tiny_lm import VOCABULARY, make_start_model
+
+DEADLINE_S = 120
+STEPS, EMPTY_STEP, SYNC_EVERY = 5, 3, 2
+LEARNING_RATE, WARMUP, WEIGHT_DECAY, CLIP = 2e-3, 2, 0.1, 0.5
+TEMPERATURE = 0.8
+
+
+def make_run(folder: Path, **training: Any) -> RunContext:
+    defaults = {
+        "steps": STEPS,
+        "learning_rate": LEARNING_RATE,
+        "warmup_steps": WARMUP,
+        "weight_decay": WEIGHT_DECAY,
+        "grad_clip": CLIP,
+        "micro_batch_tokens": 64,
+        "step_timeout_s": 60,
+    }
+    values = {
+        "model": {"max_model_len": 64},
+        "generation": {"max_new_tokens": 32, "temperature": TEMPERATURE},
+        "control": {"sync_every": SYNC_EVERY},
+        "storage": {"scratch": str(folder)},
+        "training": defaults | training,
+    }
+    run = RunContext.create(parse_config(values, "test"))
+    make_start_model(run.start_model)
+    return run
+
+
+def start(run: RunContext, url: str) -> subprocess.Popen[str]:
+    argv, environment, _ = trainer_command(run, url, [0])
+    return subprocess.Popen(argv, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        _, errors = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    return process.returncode, errors
+
+
+@torch.no_grad()
+def response_logprobs(lm: PreTrainedModel, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    logits = lm(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return (logits / TEMPERATURE).log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def make_batches(start_model: Path) -> dict[int, Batch]:
+    """Random responses; behaviour log-probabilities near the start model's, so that some ratios are clipped. The
+    groups of the first step are exact (version 0, no noise)."""
+    lm = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32)
+    rng = random.Random(5)
+
+    def sample(prompt: list[int], step: int) -> dict[str, Any]:
+        ids = [rng.randrange(2, VOCABULARY) for _ in range(rng.randint(2, 30))]
+        noise = 0.0 if step == 1 else 0.3
+        logprobs = [p + rng.gauss(0, noise) for p in response_logprobs(lm, prompt, ids).tolist()]
+        return {"ids": ids, "logprobs": logprobs, "reward": rng.random(), "oldest_version": 0}
+
+    def group(number: int, step: int) -> dict[str, Any]:
+        prompt = [rng.randrange(2, VOCABULARY) for _ in range(rng.randint(3, 20))]
+        samples = [sample(prompt, step) for _ in range(4)]
+        return {"group_id": number, "prompt_ids": prompt, "staleness": 0, "samples": samples}
+
+    return {
+        step: {
+            "step": step,
+            "version": (step - 1) // SYNC_EVERY,
+            "groups": [] if step == EMPTY_STEP else [group(10 * step + i, step) for i in range(3)],
+        }
+        for step in range(1, STEPS + 1)
+    }
+
+
+def reference_weights(start_model: Path, batches: dict[int, Batch]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """(weights after all steps, gradient norm of each step that has one)."""
+    lm = AutoModelForCausalLM.from_pretrained(start_model, dtype=torch.float32, attn_implementation="sdpa")
+    named = dict(lm.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+    )
+    norms = []
+    for batch in batches.values():
+        if not batch["groups"]:
+            continue
+        loss, tokens = torch.zeros(()), 0
+        for group in batch["groups"]:
+            rewards = torch.tensor([s["reward"] for s in group["samples"]], dtype=torch.float64)
+            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+            for sample, advantage in zip(group["samples"], advantages.tolist(), strict=True):
+                with torch.enable_grad():
+                    logprobs = response_logprobs.__wrapped__(lm, group["prompt_ids"], sample["ids"])  # type: ignore[attr-defined]
+                ratio = (logprobs - torch.tensor(sample["logprobs"])).exp()
+                low, high = ratio * advantage, ratio.clamp(0.8, 1.28) * advantage
+                loss = loss - torch.where(low < high, low, high).sum()
+                tokens += len(sample["ids"])
+        optimizer.zero_grad()
+        (loss / tokens).backward()
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = LEARNING_RATE * min(1.0, (len(norms) + 1) / WARMUP)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), CLIP)))
+        optimizer.step()
+    return {name: p.detach() for name, p in named.items()}, norms
+
+
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 1), (2, 2), (2, 3)])
+def test_trained_weights_equal_a_plain_torch_loop(tmp_path: Path, ranks: int, zero_stage: int) -> None:
+    run = make_run(tmp_path, ranks=ranks, zero_stage=zero_stage)
+    batches = make_batches(run.start_model)
+    not_yet = {2, 4}
+
+    def batch_of(step: int) -> Batch | None:
+        if step in not_yet:
+            not_yet.discard(step)
+            return None
+        return batches[step]
+
+    with ControlStub(run.token, batch_of) as control:
+        code, errors = finish(start(run, control.url))
+    assert (code, errors) == (0, "")
+    assert json.loads((run.root / "trainer_done.json").read_text()) == {"steps": STEPS, "reason": None}
+
+    expected, norms = reference_weights(run.start_model, batches)
+    verify_files(run.trained_model)
+    trained = load_file(run.trained_model / "model.safetensors")
+    assert trained.keys() == expected.keys() == load_file(run.start_model / "model.safetensors").keys()
+    assert max(float((trained[n] - expected[n]).abs().max()) for n in expected) < 3e-5
+    before = load_file(run.start_model / "model.safetensors")
+    assert min(float((trained[n] - before[n]).abs().max()) for n in expected) > 1e-3
+
+    assert [s["step"] for s in control.steps] == list(range(1, STEPS + 1))
+    metrics = {s["step"]: s["metrics"] for s in control.steps}
+    assert [metrics[s]["grad_norm"] for s in metrics if s != EMPTY_STEP] == pytest.approx(norms, rel=1e-4)
+    assert metrics[EMPTY_STEP] == {"tokens": 0.0}
+    assert metrics[1]["ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert metrics[1]["mismatch/max_abs"] < 1e-4
+    assert metrics[1]["clip_fraction"] == 0 < metrics[2]["clip_fraction"]
+    assert "mismatch/max_abs" not in metrics[4]
+    assert [metrics[s]["learning_rate"] for s in (1, 2, 4)] == pytest.approx([1e-3, 2e-3, 2e-3])
+    check_snapshots(run, control)
+
+
+def check_snapshots(run: RunContext, control: ControlStub) -> None:
+    assert [s["version"] for s in control.snapshots] == [1, 2]
+    for snapshot in control.snapshots:
+        manifest = verify_files(Path(snapshot["path"]), snapshot["manifest_sha256"])
+        assert manifest["version"] == snapshot["version"]
+    said = [path.rsplit("/", 1)[-1] for path in control.calls if "batches" not in path]
+    assert said == ["steps", "steps", "snapshots", "steps", "steps", "snapshots", "steps"]
+    model = AutoModelForCausalLM.from_pretrained(run.trained_model)
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    chat = [{"role": "user", "content": "w5 w6"}]
+    assert AutoTokenizer.from_pretrained(run.trained_model).apply_chat_template(chat, return_dict=False) == [5, 6]
+
+
+def test_the_end_of_the_run_stops_the_trainer_cleanly(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    batch = make_batches(run.start_model)[1]
+    with ControlStub(run.token, lambda step: batch if step == 1 else "no prompts are left") as control:
+        code, errors = finish(start(run, control.url))
+    assert (code, errors) == (0, "")
+    assert json.loads((run.root / "trainer_done.json").read_text()) == {"steps": 1, "reason": "no prompts are left"}
+    assert not run.trained_model.exists()
+
+
+def test_a_dead_control_unit_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path, step_timeout_s=2)
+    with ControlStub(run.token, lambda step: None) as control:
+        pass
+    code, errors = finish(start(run, control.url))
+    assert code == 1
+    assert errors == (
+        f"trainer: the Control Unit at {control.url} gave no answer to /v1/batches/next for 2 s (ConnectError)\n"
+    )
+
+
+def test_sigterm_ends_all_ranks_promptly(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=2)
+
+    def not_yet(step: int) -> None:
+        time.sleep(0.2)
+
+    with ControlStub(run.token, not_yet) as control:
+        process = start(run, control.url)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while "/v1/batches/next" not in control.calls:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            ranks = children.read_text().split()
+            process.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            assert process.wait(DEADLINE_S) == 143
+        finally:
+            process.kill()
+    assert time.monotonic() - began < 4
+    assert len(ranks) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)

@@ -1,0 +1,53 @@
+from typing import Any
+
+import msgpack
+import pytest
+
+from forebay.errors import RunError
+from forebay.training.batches import decode_batch
+
+
+def message(**changes: Any) -> dict[str, Any]:
+    samples = [
+        {"ids": [5, 6, 1], "logprobs": [-1.0, -2.0, -0.5], "reward": 1.0, "oldest_version": 4},
+        {"ids": [7], "logprobs": [-3.0], "reward": 0.0, "oldest_version": 3},
+        {"ids": [], "logprobs": [], "reward": 0.0, "oldest_version": 4},
+    ]
+    samples[0] |= changes
+    return {
+        "step": 5,
+        "version": 4,
+        "groups": [{"group_id": 9, "prompt_ids": [2, 3], "staleness": 1, "samples": samples}],
+    }
+
+
+def test_a_batch_becomes_sequences_with_advantages() -> None:
+    batch = decode_batch(msgpack.packb(message()), "mean")
+    assert (batch.step, batch.version, batch.tokens) == (5, 4, 4)
+    assert [list(s.ids) for s in batch.sequences] == [[5, 6, 1], [7]]
+    assert [s.advantage for s in batch.sequences] == pytest.approx([2 / 3, -1 / 3])
+    assert [s.current for s in batch.sequences] == [True, False]
+    assert batch.metrics == pytest.approx(
+        {"tokens": 4, "reward_mean": 1 / 3, "advantage_abs_mean": 4 / 9, "response_length_mean": 4 / 3}
+    )
+
+
+def test_an_empty_batch_has_no_sequences() -> None:
+    batch = decode_batch(msgpack.packb({"step": 1, "version": 0, "groups": []}), "std")
+    assert (batch.sequences, batch.tokens, batch.metrics) == ((), 0, {"tokens": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"\xc1", "malformed batch"),
+        (msgpack.packb([1]), "malformed batch"),
+        (msgpack.packb({"step": 1, "version": 0}), "groups"),
+        (msgpack.packb(message(logprobs=[-1.0, -2.0])), "group 9 has a response without one finite log-prob"),
+        (msgpack.packb(message(logprobs=[-1.0, float("nan"), -2.0])), "group 9 has a response without one finite"),
+        (msgpack.packb(message(reward=float("inf"))), "group 9 has a reward that is not finite"),
+    ],
+)
+def test_a_malformed_batch_is_refused_with_the_reason(body: bytes, reason: str) -> None:
+    with pytest.raises(RunError, match=reason):
+        decode_batch(body, "std")

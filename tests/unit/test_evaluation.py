@@ -1,0 +1,471 @@
+"""The comparison against an independent reference; the examination against engines that misbehave."""
+
+import asyncio
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+
+from forebay.config import EvaluationConfig, GenerationConfig, RewardConfig, RunConfig, StorageConfig
+from forebay.control.types import EngineFailure, RefreshRecord, RequestRefused, Sample, Snapshot, VersionSpan
+from forebay.data.maze import read_prompt, vocabulary
+from forebay.data.schema import Row, prompt_id, write_rows
+from forebay.errors import DataError, DeadlineError, RunError, UserError
+from forebay.evaluation import stage
+from forebay.evaluation.answers import Answer, Examiner
+from forebay.evaluation.compare import by_category, compare, pick_examples, sign_test
+from forebay.evaluation.stage import evaluate, trained_snapshot
+from forebay.evaluation.table import draw_maze, evaluation_markdown, mark_walk, p_text
+from forebay.run import RunContext
+
+TRAINED = Snapshot(3, "somewhere", "0" * 64)
+
+
+# ---- comparison
+
+
+@given(gained=st.integers(0, 400), lost=st.integers(0, 400))
+def test_the_sign_test_is_scipys_exact_binomial(gained: int, lost: int) -> None:
+    reference = binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
+    assert sign_test(gained, lost) == pytest.approx(reference, rel=1e-9, abs=0)
+
+
+def test_the_sign_test_by_hand_and_far_out() -> None:
+    assert sign_test(5, 1) == 2 * (1 + 6) / 64
+    assert sign_test(3, 3) == 1.0
+    assert sign_test(0, 0) == 1.0
+    assert sign_test(1000, 0) == 2.0**-999
+    assert sign_test(100_000, 0) == 0.0
+
+
+def test_compare_counts_pairs() -> None:
+    result = compare([0, 1, 0, 1, 0.5, 0], [1, 0, 1, 1, 0.75, 0])
+    assert (result.n, result.gained, result.lost) == (6, 3, 1)
+    assert result.before == pytest.approx(2.5 / 6)
+    assert result.after == pytest.approx(3.75 / 6)
+    assert result.p_value == pytest.approx(binomtest(3, 4).pvalue)
+
+
+@given(pairs=st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=50))
+def test_swapping_the_models_swaps_the_result(pairs: list[tuple[float, float]]) -> None:
+    before, after = zip(*pairs, strict=True)
+    one, other = compare(before, after), compare(after, before)
+    assert (one.gained, one.lost, one.before) == (other.lost, other.gained, other.after)
+    assert one.p_value == other.p_value
+    assert 0 <= one.p_value <= 1
+
+
+@pytest.mark.parametrize(("before", "after"), [([], []), ([1.0], [1.0, 0.0])])
+def test_compare_refuses_what_is_not_paired(before: list[float], after: list[float]) -> None:
+    with pytest.raises(ValueError, match="paired"):
+        compare(before, after)
+
+
+def test_categories() -> None:
+    assert by_category([4, 3, 4], [0, 1, 1], [1, 1, 0.5]) == {"3": (1, 1.0, 1.0), "4": (2, 0.5, 0.75)}
+
+
+def test_examples_show_every_kind_in_turn() -> None:
+    before = [1, 1, 0, 0, 0, 1]
+    after = [1, 1, 1, 1, 0, 0]
+    assert pick_examples(before, after, 4) == [2, 5, 0, 4]
+    assert pick_examples(before, after, 99) == [2, 5, 0, 4, 3, 1]
+    assert pick_examples(before, after, 0) == []
+
+
+# ---- examination
+
+
+class FakeEngine:
+    """Answers token 7 once per policy version; fails or hangs as told."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.alive = True
+        self.failures: list[Exception] = []
+        self.refresh_failures: list[Exception] = []
+        self.hang = False
+        self.running = self.most_running = 0
+        self.limits: list[int] = []
+
+    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        self.limits.append(max_tokens)
+        try:
+            await asyncio.sleep(60 if self.hang else 0)
+            if not self.alive:
+                raise EngineFailure("connection refused")
+            if self.failures:
+                raise self.failures.pop()
+        finally:
+            self.running -= 1
+        return Sample((7, prompt_ids[0]), (-0.5, -0.5), (VersionSpan(self.version, 0, 2),), "stop")
+
+    async def refresh(self, snapshot: Snapshot) -> RefreshRecord:
+        if self.refresh_failures:
+            raise self.refresh_failures.pop()
+        self.version = snapshot.version
+        return RefreshRecord(snapshot.version, 0.0)
+
+    async def health(self) -> None:
+        if not self.alive:
+            raise EngineFailure("connection refused")
+
+
+class BrokenEngine(FakeEngine):
+    """Its process lives, but its client has given it up."""
+
+    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample:
+        raise EngineFailure("given up")
+
+    async def health(self) -> None:
+        raise EngineFailure("given up")
+
+
+class FakeFleet:
+    def __init__(self, *engines: FakeEngine) -> None:
+        self.engines = list(engines)
+        self.restarts: list[int] = []
+
+    def alive(self, i: int) -> bool:
+        return self.engines[i].alive
+
+    async def restart(self, i: int) -> None:
+        self.restarts.append(i)
+        await asyncio.sleep(0)
+        self.engines[i] = FakeEngine()
+
+
+class FakeScorer:
+    """Rewards the prompt's own token; refuses the answers in `bad`."""
+
+    def __init__(self, *bad: str) -> None:
+        self.bad = bad
+        self.finished: list[bool] = []
+
+    async def score(
+        self, responses: Sequence[tuple[Sequence[int], bool]], answer_json: str, prompt: str
+    ) -> list[float]:
+        if answer_json in self.bad:
+            raise DataError("the verifier choked")
+        self.finished += [finished for _, finished in responses]
+        return [float(ids[1]) for ids, _ in responses]
+
+
+def _rows(count: int) -> list[Row]:
+    return [Row(f"{i:016x}", (), f"prompt {i}", (i, 1, 2), str(i), "test") for i in range(count)]
+
+
+def _config(**evaluation: Any) -> RunConfig:
+    generation = GenerationConfig(max_num_seqs=4, max_restarts=1)
+    return RunConfig(evaluation=EvaluationConfig(**evaluation), generation=generation)
+
+
+def _examine(fleet: FakeFleet, scorer: FakeScorer, rows: list[Row], config: RunConfig, load: bool) -> list[Answer]:
+    async def examine() -> list[Answer]:
+        examiner = Examiner(fleet, scorer, config)
+        if load:
+            await examiner.load(TRAINED)
+        return await examiner.answer_all(rows, "trained model")
+
+    return asyncio.run(examine())
+
+
+def test_answers_come_in_order_and_within_the_engines_room() -> None:
+    fleet, scorer = FakeFleet(FakeEngine(), FakeEngine()), FakeScorer()
+    answers = _examine(fleet, scorer, _rows(30), _config(), load=False)
+    assert [answer.reward for answer in answers] == [float(i) for i in range(30)]
+    assert [engine.most_running for engine in fleet.engines] == [4, 4]
+    assert scorer.finished == [True] * 30
+
+
+def test_the_response_never_outgrows_the_context() -> None:
+    fleet = FakeFleet(FakeEngine())
+    rows = [*_rows(1), Row("x", (), "long", tuple(range(200)), "0", "test")]
+    _examine(fleet, FakeScorer(), rows, _config(), load=False)
+    assert fleet.engines[0].limits == [128, 56]
+
+
+def test_a_failure_is_tried_again_and_is_no_reward() -> None:
+    fleet = FakeFleet(FakeEngine(), FakeEngine())
+    fleet.engines[0].failures = [EngineFailure("reset"), EngineFailure("reset")]
+    answers = _examine(fleet, FakeScorer(), _rows(9), _config(), load=True)
+    assert [answer.reward for answer in answers] == [float(i) for i in range(9)]
+    assert fleet.restarts == []
+
+
+def test_a_dead_engine_is_restarted_once_and_gets_the_trained_weights_again() -> None:
+    fleet = FakeFleet(FakeEngine())
+    engine = fleet.engines[0]
+
+    async def die(prompt_ids: Sequence[int], max_tokens: int) -> Sample:
+        engine.alive = False
+        raise EngineFailure("died")
+
+    engine.greedy = die  # type: ignore[method-assign]
+    answers = _examine(fleet, FakeScorer(), _rows(9), _config(), load=True)
+    assert [answer.reward for answer in answers] == [float(i) for i in range(9)]
+    assert {span.version for answer in answers if answer.sample for span in answer.sample.versions} == {3}
+    assert fleet.restarts == [0]
+
+
+def test_an_engine_that_lives_but_is_of_no_use_is_restarted_too() -> None:
+    fleet = FakeFleet(BrokenEngine())
+    answers = _examine(fleet, FakeScorer(), _rows(9), _config(), load=True)
+    assert [answer.reward for answer in answers] == [float(i) for i in range(9)]
+    assert fleet.restarts == [0]
+
+
+def test_an_engine_that_keeps_dying_stops_the_evaluation() -> None:
+    class Mortal(FakeFleet):
+        async def restart(self, i: int) -> None:
+            await super().restart(i)
+            self.engines[i].alive = False
+
+    fleet = Mortal(FakeEngine())
+    fleet.engines[0].alive = False
+    with pytest.raises(
+        RunError,
+        match=r"engine 0 failed, and no restart is left \(generation.max_restarts: 1\).*Last: connection refused",
+    ):
+        _examine(fleet, FakeScorer(), _rows(3), _config(), load=False)
+
+
+def test_a_prompt_that_always_fails_stops_the_evaluation() -> None:
+    fleet = FakeFleet(FakeEngine())
+    fleet.engines[0].failures = [EngineFailure("reset by peer") for _ in range(99)]
+    with pytest.raises(RunError, match="a prompt failed 4 times: reset by peer"):
+        _examine(fleet, FakeScorer(), _rows(1), _config(), load=False)
+
+
+def test_an_answer_of_the_wrong_model_never_counts() -> None:
+    fleet = FakeFleet(FakeEngine())
+
+    async def pretend(snapshot: Snapshot) -> RefreshRecord:
+        return RefreshRecord(snapshot.version, 0.0)
+
+    fleet.engines[0].refresh = pretend  # type: ignore[method-assign]
+    with pytest.raises(RunError, match=r"weights of version \[0\], not 3"):
+        _examine(fleet, FakeScorer(), _rows(2), _config(), load=True)
+
+
+def test_loading_is_tried_again_and_gives_up() -> None:
+    fleet = FakeFleet(FakeEngine())
+    fleet.engines[0].refresh_failures = [EngineFailure("busy")]
+    assert _examine(fleet, FakeScorer(), _rows(2), _config(), load=True)[1].reward == 1.0
+    fleet.engines[0].refresh_failures = [EngineFailure("checksum") for _ in range(99)]
+    with pytest.raises(RunError, match="engine 0 does not load the trained model: checksum"):
+        _examine(fleet, FakeScorer(), _rows(2), _config(), load=True)
+
+
+def test_what_cannot_be_scored_has_no_reward_but_a_reason() -> None:
+    fleet = FakeFleet(FakeEngine())
+    fleet.engines[0].failures = [RequestRefused("too long")]
+    answers = _examine(fleet, FakeScorer("1"), _rows(3), _config(), load=False)
+    assert [(answer.reward, answer.reason) for answer in answers] == [
+        (None, "too long"),
+        (None, "the verifier choked"),
+        (2.0, ""),
+    ]
+    assert answers[0].sample is None
+    assert answers[1].sample is not None
+
+
+def test_the_deadline_names_who_was_waited_for() -> None:
+    fleet = FakeFleet(FakeEngine(), FakeEngine())
+    fleet.engines[1].hang = True
+    with pytest.raises(DeadlineError) as caught:
+        _examine(fleet, FakeScorer(), _rows(8), _config(timeout_s=0.2), load=False)
+    assert str(caught.value) == (
+        "evaluation of the trained model: 4 of 8 prompts were done after 0.2 s (evaluation.timeout_s), "
+        "waiting: 4 on engine 1; raise the limit or lower evaluation.prompts"
+    )
+
+
+# ---- the stage
+
+WORDS = [*vocabulary(3), "<eos>"]
+MAZES = ["a1>a1vb1vSa2Gb2", "a1va1>a2>Sa1Gb2", "a1>b1va2>Sa1Ga2", "a1>a1va2>Sb1Gb2"]
+BEFORE = ["a2b2", "a1a2b2", "a1b1b2a2", "b1b2"]
+AFTER = ["a2a1b1b2", "a1a2b2", "a1a2", "b1a1b1b2"]
+
+
+def _ids(walk: str) -> tuple[int, ...]:
+    return tuple(WORDS.index(walk[at : at + 2]) for at in range(0, len(walk), 2))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class MazeFleet:
+    """The interface of `forebay.generation.fleet.Fleet` with one engine that knows two walks for each maze."""
+
+    open_fleets = 0
+
+    def __init__(self, run: RunContext, model_dir: Path, cores: Any) -> None:
+        assert model_dir == run.start_model
+        self.engines = [self]
+        self.version = 0
+
+    async def __aenter__(self) -> "MazeFleet":
+        MazeFleet.open_fleets += 1
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        MazeFleet.open_fleets -= 1
+
+    def alive(self, i: int) -> bool:
+        return True
+
+    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample:
+        walk = _ids((AFTER if self.version else BEFORE)[prompt_ids[0]])
+        finish = "length" if self.version and prompt_ids[0] == 3 else "stop"
+        ids = walk if finish == "length" else (*walk, WORDS.index("<eos>"))
+        return Sample(ids, (-0.1,) * len(ids), (VersionSpan(self.version, 0, len(ids)),), finish)
+
+    async def refresh(self, snapshot: Snapshot) -> RefreshRecord:
+        assert _sha256(Path(snapshot.path, "manifest.json")) == snapshot.manifest_sha256
+        self.version = snapshot.version
+        return RefreshRecord(snapshot.version, 0.0)
+
+
+def _maze_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str = "maze") -> RunContext:
+    monkeypatch.setattr(stage, "Fleet", MazeFleet)
+    config = RunConfig(
+        storage=StorageConfig(scratch=str(tmp_path)),
+        evaluation=EvaluationConfig(examples=4, timeout_s=60),
+        reward=RewardConfig(name=reward),
+    )
+    run = RunContext.create(config)
+    rows = []
+    for i, maze in enumerate(MAZES):
+        messages = ({"role": "user", "content": maze},)
+        rows.append(Row(prompt_id(messages), messages, maze, (i, 0), json.dumps({}), "builtin:maze"))
+    write_rows(run.data / "test.parquet", rows)
+    run.start_model.mkdir()
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<eos>"))
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(run.start_model / "tokenizer.json"))
+    run.trained_model.mkdir()
+    (run.trained_model / "manifest.json").write_text(json.dumps({"version": 60, "files": {}, "tensors": {}}))
+    return run
+
+
+def test_evaluate_compares_the_two_models_and_leaves_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _maze_run(tmp_path, monkeypatch)
+    result = evaluate(run)
+    assert MazeFleet.open_fleets == 0
+    # Before: only the second walk is legal. After: all are, but the fourth was cut off and so scores 0.
+    assert (result.n, result.before, result.after) == (4, 0.5, 0.5)
+    assert (result.gained, result.lost, result.p_value) == (1, 1, 1.0)
+    assert (result.truncated_before, result.truncated_after, result.left_out) == (0, 1, 0)
+    assert result.mean_length_before == pytest.approx((3 + 4 + 5 + 3) / 4)
+    assert result.mean_length_after == pytest.approx((5 + 4 + 3 + 4) / 4)
+    assert result.by_size == {"2": (4, 0.5, 0.5)}
+    assert [example["prompt"] for example in result.examples] == [MAZES[0], MAZES[2], MAZES[1], MAZES[3]]
+    samples = pq.read_table(run.root / "evaluation_samples.parquet").to_pylist()
+    assert [sample["before"] for sample in samples] == BEFORE
+    assert [sample["after"] for sample in samples] == AFTER
+    stored = json.loads((run.root / "evaluation.json").read_text())
+    assert (stored["n"], stored["p_value"], stored["by_size"]) == (4, 1.0, {"2": [4, 0.5, 0.5]})
+    text = evaluation_markdown(result)
+    assert "before: a2 # b2" in text
+    assert "| mazes 2 x 2 (4 prompts) | 50.0% | 50.0% |" in text
+
+
+@pytest.mark.parametrize(
+    ("reward", "kind", "message"),
+    [
+        ("operator:contains", UserError, "reward.name operator:contains: must take"),
+        (
+            "posixpath:join",
+            RunError,
+            "not one of 4 test prompts could be scored; the first: the reward function raised",
+        ),
+    ],
+)
+def test_evaluate_without_a_single_score_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, kind: type[Exception], message: str
+) -> None:
+    run = _maze_run(tmp_path, monkeypatch, reward)
+    with pytest.raises(kind, match=re.escape(message)):
+        evaluate(run)
+    assert MazeFleet.open_fleets == 0
+    assert not (run.root / "evaluation.json").exists()
+
+
+def test_evaluate_without_test_prompts_is_the_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _maze_run(tmp_path, monkeypatch)
+    write_rows(run.data / "test.parquet", [])
+    with pytest.raises(UserError, match="no test prompts to evaluate on"):
+        evaluate(run)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "no trained model to evaluate"), ("{", "damaged"), ("{}", "damaged"), ("[]", "damaged")],
+)
+def test_a_trained_model_that_is_none_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, message: str
+) -> None:
+    run = _maze_run(tmp_path, monkeypatch)
+    manifest = run.trained_model / "manifest.json"
+    if text is None:
+        manifest.unlink()
+    else:
+        manifest.write_text(text)
+    with pytest.raises(RunError, match=message):
+        trained_snapshot(run)
+
+
+# ---- for people
+
+
+def test_a_maze_is_drawn_with_its_walls() -> None:
+    assert draw_maze(read_prompt("a1>a1vb1vSa2Gb2")).splitlines() == [
+        "    a   b",
+        "  +---+---+",
+        "1 |       |",
+        "  +   +   +",
+        "2 | S | G |",
+        "  +---+---+",
+    ]
+
+
+def test_a_walk_shows_where_it_went_through_a_wall() -> None:
+    maze = read_prompt("a1>a1vb1vSa2Gb2")
+    assert mark_walk(maze, "a2b2b1") == "a2 # b2 b1"
+    assert mark_walk(maze, "a2zz") == "a2 # zz"
+    assert mark_walk(maze, "") == "(nothing)"
+    assert mark_walk(maze, "a2a1" * 40).endswith("a2 a1 [... 20 more]")
+
+
+def test_other_prompts_are_shown_as_text_that_cannot_break_out_of_its_block() -> None:
+    hostile = "```\n# heading"
+    example = {"prompt": hostile, "before": "x" * 2000, "after": "", "before_reward": 0.0, "after_reward": 0.5}
+    result = stage.EvaluationResult(1, 0.0, 0.5, 1, 0, 1.0, 3.0, 4.0, 0, 0, 2, {}, [example])
+    lines = evaluation_markdown(result).splitlines()
+    assert lines.count("````text") == lines.count("````") == 1
+    assert lines.index("````text") < lines.index("# heading") < lines.index("````")
+    assert "2 prompts could not be scored and are left out of both sides." in lines
+    assert "[... 800 more]" in evaluation_markdown(result)
+
+
+def test_p_values_read_well() -> None:
+    assert [p_text(p) for p in (0.03, 2.1e-34, 0.0, 1.0)] == ["p = 0.03", "p = 2.1e-34", "p < 1e-300", "p = 1"]
+    assert math.isclose(sign_test(191, 21), binomtest(191, 212).pvalue, rel_tol=1e-9)
