@@ -112,7 +112,7 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
 
 def _reward_pool(run: RunContext) -> RewardPool:
     reward = run.config.reward
-    return RewardPool(reward.name, run.start_model, reward.workers, reward.timeout_s)
+    return RewardPool(reward.name, run.start_model, reward.workers, reward.timeout_s, reward.truncated)
 
 
 def _control_port(config: RunConfig) -> int:

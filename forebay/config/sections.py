@@ -13,7 +13,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class WarmStartConfig(Config):
-    """The supervised start of the built-in 0.26 M-parameter model; unused for any other model."""
+    """The supervised start of the built-in 0.25 M-parameter model; unused for any other model."""
 
     steps: Positive = 800
     """Optimizer steps; a number of steps, not seconds, so that the start does not depend on the machine."""

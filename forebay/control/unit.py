@@ -36,7 +36,8 @@ class Scorer(Protocol):
 class Fleet(Protocol):
     """What the Control Unit knows of the rollout fleet."""
 
-    engines: Sequence[GenerationEngine]
+    @property
+    def engines(self) -> Sequence[GenerationEngine]: ...
 
     async def restart(self, index: int) -> None:
         """End what is left of the engine and start it anew, with the start model."""

@@ -25,6 +25,7 @@ REFUSED = frozenset({400, 413, 422})
 """Statuses that are about the request itself."""
 BACK_OUT_S = 10.0
 """For returning to the old weights after a refresh that failed."""
+HEALTH_S = 5.0
 REQUEST_FIELDS: Mapping[str, Any] = {"logprobs": 0, "detokenize": False}
 
 
@@ -59,7 +60,7 @@ class VllmEngine:
         return (await self._sample(prompt_ids, {"n": 1, "temperature": 0.0, "max_tokens": max_tokens}, 1))[0]
 
     async def refresh(self, snapshot: Snapshot) -> RefreshRecord:
-        """Stage and verify while decoding goes on, then freeze, swap, forget the KV cache, go on with the new weights."""
+        """Stage and verify while decoding goes on, then freeze, swap, forget the KV cache and go on."""
         timeout_s = self._generation.refresh_timeout_s
         self._check_usable()
         try:
@@ -71,14 +72,19 @@ class VllmEngine:
     async def health(self) -> None:
         """Raises `EngineFailure` unless the server and its engine process answer."""
         self._check_usable()
-        await self._call("GET", "/health")
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                await self._call("GET", "/health")
+        except TimeoutError:
+            self._fail(f"GET /health: no answer within {HEALTH_S:g} s")
 
     async def set_version(self, version: int) -> None:
         """Name the weights that serve now."""
         await self._post("/update_weight_version", {"new_version": str(version)})
 
     async def close(self) -> None:
-        """Drop all connections; the server aborts what still runs for them."""
+        """Drop all connections; the server aborts what still runs for them. Later calls raise `EngineFailure`."""
+        self._broken = "it was closed"
         await self._http.aclose()
 
     def reset(self) -> None:
@@ -173,6 +179,7 @@ class VllmEngine:
             response = await self._http.request(method, path, json=body)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
             # Most likely an idle connection that the server was closing at this moment.
+            self._check_usable()
             if again:
                 return await self._call(method, path, body)
             self._fail(f"{method} {path}: the connection broke ({error or type(error).__name__})")

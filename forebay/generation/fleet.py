@@ -64,7 +64,7 @@ class Fleet:
         return process
 
     async def restart(self, i: int) -> None:
-        """Stop what is left of engine i and start it anew, with version 0: refresh it before use. May raise `RunError`."""
+        """End what is left of engine i and start it anew. It serves version 0: refresh it. Raises `RunError`."""
         await asyncio.to_thread(self.process(i).stop, 0.0)
         await self._start(i)
 

@@ -3,8 +3,10 @@
 Invariant: importing this module imports nothing of vLLM; `register` is only called by vLLM itself.
 """
 
+import importlib
 import multiprocessing
 import os
+from typing import Any
 
 BACKEND = "forebay"
 FORK_VARIABLE = "FOREBAY_FORK_ENGINE"
@@ -27,6 +29,5 @@ def _fork_engine_core() -> None:
     vLLM sets `VLLM_WORKER_MULTIPROC_METHOD=spawn` on CPU whatever the environment says, hence this. It is safe there:
     no accelerator is open yet and, with OMP_NUM_THREADS=1, no thread pool exists.
     """
-    import vllm.v1.engine.utils as engine_utils
-
+    engine_utils: Any = importlib.import_module("vllm.v1.engine.utils")
     engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")

@@ -87,7 +87,8 @@ def telling_line(log_tail: str) -> str:
     """The line of a dead server's log that says why: its last error that does not just refer to another one."""
     lines = [re.sub(r"^\(\w+ pid=\d+\) (\w+ [\d-]+ [\d:]+ \[[^]]*\] ?)?", "", line) for line in log_tail.splitlines()]
     lines = [line.strip() for line in lines if line.strip()]
-    errors = [line for line in lines if re.match(r"^[\w.]*(Error|Exception|Refused)\b.*: \S|^\S+: error: |^guard: ", line)]
+    telling = re.compile(r"^[\w.]*(Error|Exception|Refused)\b.*: \S|^\S+: error: |^guard: ")
+    errors = [line for line in lines if telling.match(line)]
     own = [line for line in errors if "See root cause above" not in line and "EngineDeadError" not in line]
     for found in (own, errors, lines):
         if found:

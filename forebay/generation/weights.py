@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader import reload
 from vllm.platforms import current_platform
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Staging:
 
     def __init__(self, update: SnapshotUpdate, shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
-        self.error: str | None = None
+        self.error: str | None = f"snapshot {update.path} could not be read; see the server's log"
         self._update, self._shapes, self._dtype = update, shapes, dtype
         self._thread = threading.Thread(target=self._run, name="forebay-staging", daemon=True)
         self._thread.start()
@@ -73,12 +73,10 @@ class Staging:
     def _run(self) -> None:
         try:
             self.tensors = read_snapshot(self._update, self._shapes, self._dtype)
+            self.error = None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             # Whatever is wrong with the files (safetensors raises its own subclass of ValueError or RuntimeError).
             self.error = f"snapshot {self._update.path} is refused: {error or type(error).__name__}"
-        except BaseException as error:
-            self.error = f"snapshot {self._update.path} could not be read: {error!r}"
-            raise
 
 
 def read_snapshot(
@@ -172,7 +170,9 @@ class SnapshotEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
         if update_info.action == "stage":
             if self._shapes is None:
                 self._shapes = served_shapes(self.model_config.model)
-            self.staging = Staging(update_info, self._shapes, self.model_config.dtype)
+            dtype = self.model_config.dtype
+            assert isinstance(dtype, torch.dtype)  # vLLM resolves names at start
+            self.staging = Staging(update_info, self._shapes, dtype)
             return
         if self.staging is None:
             raise SnapshotRefused("swap without stage")
@@ -188,18 +188,20 @@ class SnapshotEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
                 os._exit(HALF_LOADED_EXIT_CODE)
 
     def _swap(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        expected = {name for name, _ in self.model.named_parameters()}
+        model: Any = self.model
+        layerwise: Any = reload
+        expected = {name for name, _ in model.named_parameters()}
         remaining = iter(tensors)
-        initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(remaining)
-        finalize_layerwise_reload(self.model, self.model_config)
+        layerwise.initialize_layerwise_reload(model)
+        loaded = model.load_weights(remaining)
+        layerwise.finalize_layerwise_reload(model, self.model_config)
         if current_platform.is_cpu():
             self._repack_tied_head()
         if next(remaining, None) is not None or (loaded is not None and expected - set(loaded)):
             raise SnapshotRefused(f"load_weights left out {sorted(expected - set(loaded or ()))[:3]}")
 
     def _repack_tied_head(self) -> None:
-        """vLLM 0.32 on CPU: a tied lm_head computes with a packed copy of the embedding, which a reload leaves stale."""
+        """vLLM 0.32 on CPU: a tied lm_head computes with a packed copy of the embedding; a reload leaves it stale."""
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
@@ -209,7 +211,7 @@ class SnapshotWorker:
     """Mixed into vLLM's worker (`--worker-extension-cls`): lets the client ask whether staging is done."""
 
     def forebay_staging_state(self) -> str:
-        """"staging", "staged" or why the snapshot is refused."""
+        """The word staging or staged, or else why the snapshot is refused."""
         staging = self.weight_transfer_engine.staging  # type: ignore[attr-defined]
         if staging is None:
             return "nothing is staged"

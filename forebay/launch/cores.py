@@ -3,6 +3,7 @@
 Invariant: the trainer and the engines share no core as long as there are two.
 """
 
+import itertools
 import os
 from dataclasses import dataclass
 
@@ -35,4 +36,4 @@ def plan_cores(config: RunConfig) -> CorePlan:
     if engines >= len(shared):
         return CorePlan([[shared[i % len(shared)]] for i in range(engines)], trainer)
     bounds = [i * len(shared) // engines for i in range(engines + 1)]
-    return CorePlan([shared[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], trainer)
+    return CorePlan([shared[a:b] for a, b in itertools.pairwise(bounds)], trainer)

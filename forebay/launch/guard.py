@@ -6,12 +6,15 @@ Invariants:
 - The guard is a subreaper, so whatever the command starts, also in a new session, stays below it in the process tree.
 - It ends the whole tree (SIGTERM, grace, SIGKILL) when its parent is gone in any way, when its parent asks by writing
   the grace in seconds to the control pipe, on SIGTERM or SIGINT, or when the command itself has ended.
+- The command's temporary directory (TMPDIR, made by `spawn` for it alone) is removed with it.
 - It exits with the command's exit code; 128 + N if signal N ended it, 127 if it could not be started.
 """
 
+import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -147,10 +150,8 @@ class Guard:
 
 
 def kill(pid: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def main(arguments: list[str]) -> int:
@@ -163,6 +164,7 @@ def main(arguments: list[str]) -> int:
     guard = Guard(control, parent, command)
     grace_s = guard.watch()
     guard.end_tree(grace_s)
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
     return 1 if guard.exit_code is None else guard.exit_code
 
 

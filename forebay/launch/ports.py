@@ -23,8 +23,9 @@ def free_port(host: str) -> int:
 def hold_port(host: str, port: int) -> socket.socket:
     """Bind without listening; 0 takes a free port. Close the socket to give the port back.
 
-    Both sides set SO_REUSEADDR, so a server (vLLM, uvicorn) can bind and listen while the port is held, before it starts
-    and across its restarts; a plain bind and the kernel's choice of free ports pass it by. Raises `UserError` if in use.
+    Both sides set SO_REUSEADDR, so a server (vLLM, uvicorn) can bind and listen while the port is held, before it
+    starts and across its restarts; a plain bind and the kernel's choice of free ports pass it by. Raises `UserError`
+    if it is in use.
     """
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -45,7 +46,7 @@ def require_free(host: str, port: int, setting: str) -> None:
 
 
 def _owner(port: int) -> str:
-    """" (in use by python, pid 12)", or nothing if another user's process has it."""
+    """Which process listens there, in parentheses; nothing if it is another user's."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):

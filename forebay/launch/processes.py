@@ -8,9 +8,11 @@ Invariants:
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,12 +27,15 @@ MARK = "FOREBAY_PROCESS"
 class Process:
     """A running child. Made by `spawn`."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes], control: int, log: Path, mark: str) -> None:
+    def __init__(
+        self, name: str, popen: subprocess.Popen[bytes], control: int, log: Path, mark: str, temporary: str
+    ) -> None:
         self.name = name
         self.log = log
         self._popen = popen
         self._control: int | None = control
         self._mark = mark
+        self._temporary = temporary
 
     @property
     def pid(self) -> int:
@@ -56,7 +61,7 @@ class Process:
         return self.poll()
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """SIGTERM to all of it, SIGKILL after `grace_s` seconds; waits until it is gone. Raises `RunError` if it stays."""
+        """SIGTERM to all of it, SIGKILL after `grace_s` seconds; returns when it is gone. `RunError` if it stays."""
         if self._popen.poll() is None and self._control is not None:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._control, f"{grace_s}\n".encode())
@@ -95,6 +100,7 @@ class Process:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def spawn(
@@ -111,7 +117,9 @@ def spawn(
     as exit code 127 with the reason in the log.
     """
     mark = secrets.token_hex(8)
-    merged = {**os.environ, **env, MARK: mark}
+    # vLLM and torch leave sockets and rendezvous files there when they are killed. A short path: sockets need it.
+    temporary = tempfile.mkdtemp(prefix="forebay-")
+    merged = {**os.environ, **env, MARK: mark, "TMPDIR": temporary}
     environment = {key: value for key, value in merged.items() if value is not None}
     reader, writer = os.pipe()
     # -I -S: no site-packages, no user settings; the guard is up in about 20 ms.
@@ -131,10 +139,11 @@ def spawn(
             )
     except OSError as error:
         os.close(writer)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise RunError(f"{name} cannot be started: {error}") from error
     finally:
         os.close(reader)
-    return Process(name, popen, writer, log, mark)
+    return Process(name, popen, writer, log, mark, temporary)
 
 
 def _marked(mark: str) -> list[int]:

@@ -93,23 +93,24 @@ class _Leader:
         self._run, self._ranks, self._engine = run, ranks, engine
         self._client = ControlClient(control_url, run.token, run.config.training.step_timeout_s)
         self._writer = SnapshotWriter(run.start_model, run.config.model.dtype)
+        self._done = 0
         run.snapshots.mkdir(parents=True, exist_ok=True)
 
     def train(self) -> None:
         """All steps, the trained model, the record of completion."""
-        done, reason = 0, None
+        steps, reason = self._run.config.training.steps, None
         try:
-            for step in range(1, self._run.config.training.steps + 1):
+            for step in range(1, steps + 1):
                 self._step(step)
-                done = step
         except RunOver as over:
-            reason = str(over)
+            # After the last step the run is over in any case, and its last snapshot may come too late for anyone.
+            reason = str(over) if self._done < steps else None
         self._ranks.send(Message.STOP, json.dumps({"export": reason is None}).encode())
         if reason is None:
             sync_every = self._run.config.control.sync_every
-            version = -(-done // sync_every)
+            version = -(-steps // sync_every)
             self._writer.write(self._run.trained_model, version, self._engine.shards(), fsync=True)
-        _record(self._run.root / "trainer_done.json", {"steps": done, "reason": reason})
+        _record(self._run.root / "trainer_done.json", {"steps": self._done, "reason": reason})
 
     def _step(self, step: int) -> None:
         began = time.perf_counter()
@@ -130,6 +131,7 @@ class _Leader:
             publish_s=published - trained,
             metrics=metrics,
         )
+        self._done = step
         if snapshot:
             self._client.report_snapshot(snapshot)
 

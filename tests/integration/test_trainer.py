@@ -195,6 +195,23 @@ def test_the_end_of_the_run_stops_the_trainer_cleanly(tmp_path: Path) -> None:
     assert not run.trained_model.exists()
 
 
+def test_a_run_that_is_over_after_the_last_step_still_leaves_the_trained_model(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=2)
+    batches = make_batches(run.start_model)
+
+    class Over(ControlStub):
+        def answer(self, path: str, message: dict[str, Any]) -> tuple[int, Any]:
+            if path == "/v1/snapshots":
+                return 410, {"reason": "over"}
+            return super().answer(path, message)
+
+    with Over(run.token, batches.__getitem__) as control:
+        code, errors = finish(start(run, control.url))
+    assert (code, errors) == (0, "")
+    assert json.loads((run.root / "trainer_done.json").read_text()) == {"steps": 2, "reason": None}
+    verify_files(run.trained_model)
+
+
 def test_a_dead_control_unit_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path, step_timeout_s=2)
     with ControlStub(run.token, lambda step: None) as control:

@@ -85,8 +85,11 @@ def test_death_of_the_owner_ends_everything(tmp_path: Path, number: signal.Signa
 def test_killing_the_guard_leaves_nothing(tmp_path: Path) -> None:
     process = stubborn(tmp_path)
     pids = process.tree()
+    folder = Path(process._temporary)
+    assert folder.exists()
     os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: process.poll() is not None)
+    assert not folder.exists()
     assert not any(map(running, pids))
 
 
@@ -131,6 +134,17 @@ def test_shared_memory_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     assert name.exists()
     process.stop(0.0)
     assert not name.exists()
+
+
+def test_temporary_files_go_with_the_process(tmp_path: Path) -> None:
+    process = spawn(
+        "files", ["sh", "-c", "echo x > $TMPDIR/left; echo $TMPDIR; sleep 300"], env={}, log=tmp_path / "log"
+    )
+    wait_until(lambda: process.log_tail() != "")
+    folder = Path(process.log_tail())
+    assert (folder / "left").exists()
+    process.stop(0.0)
+    assert not folder.exists()
 
 
 def test_log_tail_keeps_the_last_lines(tmp_path: Path) -> None:

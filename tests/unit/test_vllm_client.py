@@ -81,7 +81,7 @@ def test_request_carries_the_settings_and_the_token() -> None:
 )
 def test_incomplete_samples_are_engine_failures(bad: dict) -> None:
     content = json.dumps({"choices": [bad]}).encode()
-    with pytest.raises(EngineFailure, match="engine engine-0 at http://127.0.0.1:1: "):
+    with pytest.raises(EngineFailure, match=r"engine engine-0 at http://127\.0\.0\.1:1: "):
         generate(lambda request: httpx.Response(200, content=content))
 
 
@@ -128,6 +128,16 @@ def test_no_answer_in_time_is_an_engine_failure() -> None:
 
     with pytest.raises(EngineFailure, match=r"within 0\.3 s"):
         generate(handler)
+
+
+def test_a_closed_client_is_an_engine_failure() -> None:
+    async def story() -> None:
+        engine = engine_with(answer(choice()))
+        await engine.close()
+        with pytest.raises(EngineFailure, match="it was closed"):
+            await engine.generate([1], 1, 0)
+
+    asyncio.run(story())
 
 
 class FakeServer:
