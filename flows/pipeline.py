@@ -19,6 +19,7 @@ from forebay.config import RunConfig, load_profile
 from forebay.errors import ForebayError, UserError
 from forebay.run import RunContext
 from forebay.storage import publish as storage
+from forebay.telemetry import report
 from forebay.telemetry.summary import EndStatus, build_summary, error_line, failure_summary
 from tasks.evaluate import evaluate
 from tasks.predict_lengths import predict_lengths
@@ -100,6 +101,7 @@ def _publish_failure(run: RunContext, error: BaseException, stages: dict[str, fl
     summary = failure_summary(run, status=status, error=error, stages=stages, wall_s=wall_s)
     try:
         # The library, not the task: a cancelled Prefect run starts no further task.
+        report.write_report(run, summary)
         log.info("%s; published at %s", status, storage.publish(run, summary))
     except (ForebayError, OSError) as trouble:
         log.error("the %s run could not be published: %s", status, error_line(run, trouble))

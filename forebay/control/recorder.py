@@ -43,7 +43,8 @@ class Recorder:
         groups = batch.groups + batch.skipped
         ages = [batch.version - group.oldest_version for group in batch.groups]
         self.staleness.extend(ages)
-        record: dict[str, Any] = {
+        # Ours win over the trainer's of the same name: the trainer sees only the groups that teach.
+        record: dict[str, Any] = report.metrics | {
             "t": round(self.elapsed, 4),
             "step": report.step,
             "version": batch.version,
@@ -60,7 +61,6 @@ class Recorder:
             "trained_groups": len(batch.groups),
             "filtered_groups": len(batch.skipped),
             "tokens_generated": self.tokens,
-            **report.metrics,
         }
         self.steps.append(record)
         self._write("step", record, flush=True)

@@ -16,7 +16,7 @@ from typing import Protocol
 from forebay.config import RunConfig
 from forebay.control.types import EngineFailure, RefreshRecord, Sample, Snapshot
 from forebay.data.schema import Row
-from forebay.errors import DataError, DeadlineError, RunError
+from forebay.errors import DataError, DeadlineError, ForebayError, RunError
 
 _ATTEMPTS = 4
 """Tries for one prompt: an engine's death costs every prompt on it one."""
@@ -181,12 +181,11 @@ class Examiner:
 
     @contextmanager
     def _wait(self, whom: str) -> Iterator[None]:
+        # Not in a `finally`: a wait that is cancelled stays in the count, for the deadline's message to read.
         self._waiting[whom] += 1
         try:
             yield
-        except asyncio.CancelledError:
-            raise  # stays in the count: the deadline's message reads it
-        except BaseException:
+        except ForebayError:
             self._waiting[whom] -= 1
             raise
         self._waiting[whom] -= 1

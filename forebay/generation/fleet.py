@@ -36,6 +36,7 @@ class Fleet:
         self._cores = cores.engines
         self._processes: list[Process | None] = [None] * run.config.generation.engines
         self._ports: list[socket.socket] = []
+        self._repairs = [asyncio.Lock() for _ in self._processes]
 
     async def __aenter__(self) -> Self:
         is_cpu_build()  # no vLLM: say so before anything starts
@@ -67,6 +68,12 @@ class Fleet:
         """End what is left of engine i and start it anew. It serves version 0: refresh it. Raises `RunError`."""
         await asyncio.to_thread(self.process(i).stop, 0.0)
         await self._start(i)
+
+    async def revive(self, i: int) -> None:
+        """Restart engine i unless it is in order after all; of several callers one does it. May raise `RunError`."""
+        async with self._repairs[i]:
+            if not (self.alive(i) and await _healthy(self.engines[i])):
+                await self.restart(i)
 
     def _take_ports(self) -> None:
         host, base = self._run.config.launch.host, self._run.config.generation.base_port

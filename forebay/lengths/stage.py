@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 from forebay.control.types import EngineFailure, RequestRefused, Sample
 from forebay.data.schema import Row, read_rows
 from forebay.errors import RunError, UserError
-from forebay.generation.client import VllmEngine
 from forebay.generation.fleet import Fleet
 from forebay.launch.cores import plan_cores
 from forebay.lengths.predictor import fit, spearman
@@ -82,21 +81,23 @@ def _choose(rows: Sequence[Row], run: RunContext) -> list[Row]:
 
 async def _profile(run: RunContext, rows: Sequence[Row]) -> list[list[Sample]]:
     async with Fleet(run, run.start_model, plan_cores(run.config)) as fleet:
-        jobs = [_answer(run, fleet.engines[i % len(fleet.engines)], i, row) for i, row in enumerate(rows)]
+        jobs = [_answer(run, fleet, i, row) for i, row in enumerate(rows)]
         return list(await asyncio.gather(*jobs))
 
 
-async def _answer(run: RunContext, engine: VllmEngine, index: int, row: Row) -> list[Sample]:
-    """The responses to one prompt; empty if no engine takes it."""
-    size = run.config.lengths.samples
-    for attempt in range(ATTEMPTS):
+async def _answer(run: RunContext, fleet: Fleet, index: int, row: Row) -> list[Sample]:
+    """The responses to one prompt; empty if no engine takes it. Raises `EngineFailure` after `ATTEMPTS`."""
+    size, engine = run.config.lengths.samples, index % len(fleet.engines)
+    seed = run.config.seed * 1_000_003 + index
+    for attempt in range(1, ATTEMPTS + 1):
         try:
-            return await engine.generate(row.prompt_ids, size, run.config.seed * 1_000_003 + index)
+            return await fleet.engines[engine].generate(row.prompt_ids, size, seed)
         except RequestRefused:
             return []
         except EngineFailure:
-            if attempt == ATTEMPTS - 1:
+            if attempt == ATTEMPTS:
                 raise
+            await fleet.revive(engine)
     return []
 
 
