@@ -144,9 +144,11 @@ def show_summary(summary: Mapping[str, Any], storage_uri: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_header=False, show_edge=False)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # never cut: the paths are there to be copied
     for name, value in summary_rows(summary, storage_uri):
-        table.add_row(name, Text(value))
+        table.add_row(Text(name, "bold"), Text(value))
     Console().print(table)
 
 

@@ -7,6 +7,7 @@ completion record says, not an exit code; parts do not know each other or this m
 import asyncio
 import contextlib
 import json
+import socket
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from forebay.data.schema import read_rows
 from forebay.errors import DeadlineError, RunError
 from forebay.generation.fleet import Fleet
 from forebay.launch.cores import plan_cores
-from forebay.launch.ports import free_port, require_free
+from forebay.launch.ports import hold_port, require_free
 from forebay.launch.processes import Process, spawn
 from forebay.rewards.pool import RewardPool
 from forebay.run import RunContext
@@ -83,15 +84,12 @@ def rules_of(config: RunConfig) -> Rules:
 async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None]) -> TrainResult:
     config = run.config
     controller = Controller(rules_of(config), _prompts(run))
-    port = _control_port(config)
-    url = f"http://{config.launch.host}:{port}"
     cores = plan_cores(config)
     async with contextlib.AsyncExitStack() as stack:
+        held = stack.enter_context(_control_port(config))
         scorer = stack.enter_context(contextlib.closing(_reward_pool(run)))
         recorder = stack.enter_context(contextlib.closing(Recorder(run.metrics, on_progress)))
-        trainer = _start_trainer(run, url, cores.trainer)
-        stack.callback(trainer.stop, 5.0)
-        fleet = await stack.enter_async_context(Fleet(run, run.start_model, cores))
+        fleet = Fleet(run, run.start_model, cores)
         unit = ControlUnit(
             controller,
             fleet,
@@ -101,7 +99,10 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
             stall_timeout_s=config.control.stall_timeout_s,
             max_restarts=config.generation.max_restarts,
         )
-        await stack.enter_async_context(serve(control_app(unit, run.token), config.launch.host, port))
+        await stack.enter_async_context(serve(control_app(unit, run.token), held))
+        trainer = _start_trainer(run, _url(held), cores.trainer)
+        stack.callback(trainer.stop, 5.0)
+        await stack.enter_async_context(fleet)
         try:
             await unit.run(lambda: _require_alive(trainer))
         finally:
@@ -115,11 +116,17 @@ def _reward_pool(run: RunContext) -> RewardPool:
     return RewardPool(reward.name, run.start_model, reward.workers, reward.timeout_s, reward.truncated)
 
 
-def _control_port(config: RunConfig) -> int:
-    if config.control.port:
-        require_free(config.launch.host, config.control.port, "control.port")
-        return config.control.port
-    return free_port(config.launch.host)
+def _control_port(config: RunConfig) -> socket.socket:
+    """The Control Unit's port, held from now on: the engines' start takes long enough for others to want it."""
+    host, port = config.launch.host, config.control.port
+    if port:
+        require_free(host, port, "control.port")
+    return hold_port(host, port)
+
+
+def _url(held: socket.socket) -> str:
+    host, port = held.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _start_trainer(run: RunContext, url: str, cores: list[int] | None) -> Process:

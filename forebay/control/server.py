@@ -6,6 +6,7 @@ Bound to the profile's host (loopback by default). Routes: see `wire.py`; and `G
 import asyncio
 import contextlib
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -15,7 +16,7 @@ from fastapi.responses import JSONResponse
 
 from forebay.control.unit import ControlUnit
 from forebay.control.wire import MEDIA_TYPE, BatchRequest, SnapshotReport, StepReport, pack_batch, unpack
-from forebay.errors import DeadlineError, ForebayError, RunError
+from forebay.errors import DeadlineError, ForebayError
 
 START_TIMEOUT_S = 30.0
 
@@ -33,6 +34,11 @@ def control_app(unit: ControlUnit, token: str) -> FastAPI:
     @app.exception_handler(ForebayError)
     async def refused(_: Request, error: ForebayError) -> JSONResponse:
         return JSONResponse({"reason": str(error)}, status_code=400)
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> JSONResponse:
+        unit.fail(error)
+        return JSONResponse({"reason": "the Control Unit is broken"}, status_code=500)
 
     @app.post("/v1/batches/next")
     async def next_batch(request: Request) -> Response:
@@ -70,24 +76,25 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serve(app: FastAPI, host: str, port: int) -> AsyncIterator[str]:
-    """Serve in this event loop; yields the base URL; stops at exit."""
-    server = _Server(uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False, lifespan="off"))
-    task = asyncio.create_task(server.serve())
+async def serve(app: FastAPI, held: socket.socket) -> AsyncIterator[None]:
+    """Serve in this event loop on a socket that is bound already, so that nobody can take the port first."""
+    # Errors end the run and are told by its owner; what uvicorn would log is the same, or a shutdown's cancellations.
+    server = _Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))
+    held.listen()
+    task = asyncio.create_task(server.serve(sockets=[held]))
     try:
-        await _started(server, task, f"{host}:{port}")
-        yield f"http://{host}:{port}"
+        await _started(server, task)
+        yield
     finally:
         server.should_exit = server.force_exit = True
-        with contextlib.suppress(SystemExit):
-            await task
+        await task
 
 
-async def _started(server: uvicorn.Server, task: "asyncio.Task[None]", address: str) -> None:
+async def _started(server: uvicorn.Server, task: "asyncio.Task[None]") -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while not server.started:
         if task.done():
-            raise RunError(f"the Control Unit cannot listen on {address}; choose another control.port")
+            await task
         if time.monotonic() > deadline:
-            raise DeadlineError(f"the Control Unit did not listen on {address} within {START_TIMEOUT_S:.0f} s")
+            raise DeadlineError(f"the Control Unit's server was not up within {START_TIMEOUT_S:.0f} s")
         await asyncio.sleep(0.01)

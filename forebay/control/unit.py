@@ -118,12 +118,12 @@ class ControlUnit:
         try:
             self.controller.step_trained(report.step)
         except LedgerError as error:
-            self._end(error)
+            self.fail(error)
             raise
         self._recorder.step(report, batch, self.controller)
         await self._wake()
-        if self.controller.finished:
-            self._end(None)
+        if self.controller.finished and self._over is not None and not self._over.done():
+            self._over.set_result(None)
 
     async def snapshot_published(self, report: SnapshotReport) -> None:
         """New weights can be loaded. A report that comes twice counts once."""
@@ -268,15 +268,11 @@ class ControlUnit:
         """A task's unexpected error ends the run with that error."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._end(error)
+            self.fail(error)
 
-    def _end(self, error: BaseException | None) -> None:
-        """The run is over; the first reason counts."""
-        if self._over is None or self._over.done():
-            return
-        if error is None:
-            self._over.set_result(None)
-        else:
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error; the first one counts."""
+        if self._over is not None and not self._over.done():
             self._over.set_exception(error)
 
     async def _end_tasks(self) -> None:

@@ -195,3 +195,21 @@ def test_http_needs_the_token_and_speaks_msgpack(tmp_path):
         await asyncio.wait_for(running, 5)
 
     asyncio.run(go())
+
+
+def test_a_bug_in_a_handler_ends_the_run_instead_of_starving_the_trainer(tmp_path):
+    unit = build(tmp_path, StubFleet())
+    unit.controller.next_batch = None  # calling it raises TypeError
+
+    async def go():
+        running = asyncio.create_task(unit.run(lambda: None))
+        await asyncio.sleep(0)
+        transport = httpx.ASGITransport(control_app(unit, "secret"), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://cu") as client:
+            client.headers["authorization"] = "Bearer secret"
+            answer = await client.post("/v1/batches/next", content=msgpack.packb({"step": 1}))
+            assert answer.status_code == 500
+        with pytest.raises(TypeError):
+            await asyncio.wait_for(running, 5)
+
+    asyncio.run(go())
