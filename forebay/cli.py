@@ -167,8 +167,8 @@ def summary_rows(summary: Mapping[str, Any], storage_uri: str) -> list[tuple[str
         ("tokens", f"{_number(summary.get('tokens_per_s'))}/s"),
         (
             "staleness",
-            f"mean {_number(staleness.get('mean'), '', 2)}, max {_number(staleness.get('max'), '', 2)}, "
-            f"bound {_number(staleness.get('bound'), '', 2)}",
+            f"mean {_number(staleness.get('mean'), '', 2)}, max {_number(staleness.get('max'))}, "
+            f"bound {_number(staleness.get('bound'))}",
         ),
         ("groups", ", ".join(f"{count} {fate}" for fate, count in fates) or "-"),
         ("report", f"{place}/report.png"),

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 @task(name="publish", cache_policy=NO_CACHE)
 def publish(run: RunContext, summary: dict[str, Any], evaluation: "EvaluationResult") -> str:
-    """Draw the report, publish, save the artifact `report`; returns the run's URI.
+    """Draw and write the report, publish, save the artifact `report`; returns the run's URI.
 
     `summary` is changed: its publish stage becomes the time until the summary is handed over to be published.
     """
     started = time.monotonic()
     report.write_report(run, summary)
+    text = report.report_markdown(summary, evaluation)
+    (run.root / "report.md").write_text(text, encoding="utf-8")
     add_publish_time(summary, time.monotonic() - started)
     uri = storage.publish(run, summary)
-    text = f"Published at `{uri}`\n\n{report.report_markdown(summary, evaluation)}"
-    save_markdown("report", text, f"Report of {run.run_id}")
+    save_markdown("report", f"Published at `{uri}`\n\n{text}", f"Report of {run.run_id}")
     return uri

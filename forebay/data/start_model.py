@@ -156,8 +156,14 @@ def _smollm2(run: RunContext) -> Path:
 
 def _convert_gguf(file: Path, folder: Path) -> None:
     """Dequantize into bfloat16 safetensors; the tokenizer comes with its chat template."""
+    # transformers looks for DeepSpeed, which would look for an accelerator and talk about it.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    hf_logging: Any = transformers_logging
+    hf_logging.disable_progress_bar()
 
     AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(folder)
     quantized = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.bfloat16)

@@ -24,6 +24,7 @@ _SINGLE_FILES = (
     "evaluation.json",
     "evaluation_samples.parquet",
     "report.png",
+    "report.md",
     "config.yaml",
     "summary.json",
 )

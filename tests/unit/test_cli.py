@@ -60,7 +60,7 @@ def test_run_hands_the_overridden_profile_on_and_shows_the_summary(pipeline: lis
     assert result.exit_code == 0, result.output
     assert [(config.training.steps, config.mode) for config in pipeline] == [(3, "sync")]
     words = " ".join(result.output.split())
-    for shown in ("0.352 -> 0.781 on 512", "1.2e-30", "1.23 s median", "26%", "max 2.00", "940 trained"):
+    for shown in ("0.352 -> 0.781 on 512", "1.2e-30", "1.23 s median", "26%", "max 2, bound", "940 trained"):
         assert shown in words
     assert "runs/demo-1/report.png" in words
 
