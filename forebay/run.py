@@ -71,6 +71,11 @@ class RunContext:
         return self.root / "snapshots"
 
     @property
+    def checkpoints(self) -> Path:
+        """step-00000010/, ...: the trainer's state, newest two only."""
+        return self.root / "checkpoints"
+
+    @property
     def trained_model(self) -> Path:
         """The trained model in Hugging Face format."""
         return self.root / "model"

@@ -10,6 +10,7 @@ Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
+RefreshMode = Literal["retract", "in_place", "abort", "drain"]
 
 
 class WarmStartConfig(Config):
@@ -141,12 +142,24 @@ class GenerationConfig(Config):
     """From launch to healthy."""
     request_timeout_s: Seconds = 300.0
     """For one group's generation."""
+    stall_timeout_s: Seconds = 60.0
+    """An engine that has work and gives no token for so long is hung: it is restarted."""
     refresh_timeout_s: Seconds = 60.0
     """For one weight refresh."""
     max_restarts: Natural = 2
     """Restarts of dead engines before the run stops."""
     extra_args: list[str] = Field(default=[])
     """Further arguments of `vllm serve`, as they are."""
+
+
+class QueueConfig(Config):
+    """Watermarks of the Training Queue, in batches."""
+
+    high: Annotated[float, Field(gt=0)] = 4.0
+    """Above it no new group starts."""
+    low: Annotated[float, Field(ge=1)] = 1.0
+    """Below it the next minibatch is the one that will finish soonest. Less than one batch is refused: a trainer that
+    waits for a whole batch would starve beside engines that believe there is enough."""
 
 
 class ControlConfig(Config):
@@ -158,10 +171,31 @@ class ControlConfig(Config):
     """Optimizer steps between two snapshots."""
     max_staleness: Annotated[float, Field(ge=0)] = 4
     """Most versions between the oldest token of a group and the version that trains it (`fully_async`)."""
-    work_in_progress: Annotated[float, Field(gt=0)] = 2.0
-    """Groups generated or queued at a time, in batches (`fully_async`); sets the mean staleness."""
+    work_in_progress: Annotated[float, Field(gt=0)] | Literal["auto"] = 2.0
+    """Groups generated, queued or in training at a time, in batches (`fully_async`); sets the mean staleness. `auto`
+    starts near the analytic value, rises while the trainer starves and the credits bind, falls while stock is high."""
+    queue: QueueConfig = QueueConfig()
+    """Watermarks of the Training Queue."""
     max_concurrent_samples: Positive = 512
     """Most responses in flight on one engine, those that wait inside it included."""
+    max_predicted_tokens: Annotated[int, Field(gt=0)] | None = None
+    """Most predicted response tokens in flight on one engine; null: no limit but `max_concurrent_samples`."""
+    refresh: RefreshMode = "retract"
+    """What becomes of the responses in flight when an engine takes new weights: `retract` recomputes their KV cache
+    and goes on with the tokens so far, `in_place` keeps the cache (cheaper; later tokens belong to no version exactly),
+    `abort` discards them, `drain` lets them finish first."""
+    refresh_rollout: Literal["rolling", "all"] = "rolling"
+    """Engines take new weights one after another, or all at the same time."""
+    over_sampling: Annotated[float, Field(ge=1)] = 1.0
+    """`sync` and `one_step_off` with `dynamic_sampling`: groups started for each group of a batch; what is left over
+    when the batch is full is dropped as stale."""
+    max_refills: Annotated[float, Field(gt=0)] = 10.0
+    """With `dynamic_sampling`: most filtered groups for each trained one, over the last ten batches; above it the
+    run stops, since the data teach too little."""
+    group_deadline_s: Annotated[float, Field(gt=0)] | None = None
+    """A group that is generated for longer is given up and made afresh; null: only `generation.request_timeout_s`."""
+    learning_rate_scaling: Literal["none", "inverse_interval"] = "none"
+    """`inverse_interval` divides the learning rate by `sync_every`: older samples bear a smaller rate."""
     stale: Literal["drop", "retry"] = "drop"
     """What happens to a group that is too old to train: gone, or generated afresh, at the front."""
     dynamic_sampling: bool = False
@@ -200,6 +234,13 @@ class TrainingConfig(Config):
     """Group advantage: (r - mean) / std (GRPO), or r - mean (Dr. GRPO)."""
     micro_batch_tokens: Positive = 4096
     """Tokens in one packed forward and backward pass of one rank."""
+    streaming: bool = False
+    """True: gradients accumulate group by group as they come, and the step follows the batch's last group. False: the
+    trainer waits for whole batches."""
+    checkpoint_every: Positive = 10
+    """Steps between two checkpoints, from which a trainer that died goes on."""
+    max_restarts: Natural = 2
+    """Restarts of a dead trainer before the run stops."""
     step_timeout_s: Seconds = 600.0
     """Longest optimizer step; also the time-out of the collectives."""
     startup_timeout_s: Seconds = 240.0

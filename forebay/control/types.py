@@ -33,21 +33,35 @@ class VersionSpan:
     version: int
     start: int
     end: int
+    stale_cache: bool = False
+    """They were computed over a KV cache that holds other versions' keys (refresh `in_place`): their log-probs are
+    those of the distribution that was sampled, which is neither version's exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response."""
+    """One response, or the tokens of it so far."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Log-probability of each token under the policy and temperature that produced it, from the engine."""
     versions: tuple[VersionSpan, ...]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length"] | None
+    """None: not finished; it can be continued on any engine from its tokens so far."""
 
     @property
     def oldest_version(self) -> int:
+        """Of at least one token."""
         return min(span.version for span in self.versions)
+
+    @property
+    def mean_version(self) -> float:
+        """Weighted by tokens."""
+        return sum(span.version * (span.end - span.start) for span in self.versions) / len(self.ids)
+
+
+NOTHING = Sample((), (), (), None)
+"""A response of which nothing has been generated yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +75,22 @@ class Snapshot:
     """SHA-256 of `manifest.json`, hex: pins every file and tensor of the snapshot."""
 
 
+RefreshMode = Literal["retract", "in_place", "abort", "drain"]
+"""What becomes of the responses in flight when an engine takes new weights: `retract` recomputes their KV cache and
+goes on, `in_place` keeps the cache and goes on, `abort` ends them unfinished, `drain` lets them finish first."""
+
+
 @dataclass(frozen=True, slots=True)
 class RefreshRecord:
     """One engine has loaded one snapshot and proved it."""
 
     version: int
     pause_s: float
-    """Time during which the engine decoded nothing."""
+    """Time during which the engine decoded nothing (`drain`: from the last response on)."""
+    tokens_recomputed: int = 0
+    """Prompt and response tokens whose KV cache was computed again (`retract`)."""
+    tokens_discarded: int = 0
+    """Response tokens thrown away (`abort`)."""
 
 
 class Fate(StrEnum):
@@ -83,7 +106,26 @@ class Fate(StrEnum):
 
 
 class EngineFailure(RunError):
-    """The engine or the way to it broke; the same request may succeed elsewhere. Never becomes a reward."""
+    """The engine or the way to it broke; the same request may succeed elsewhere. Never becomes a reward.
+
+    `partials`: what is known for certain of each response that was asked for (tokens, log-probs and versions), in
+    order; empty if nothing is.
+    """
+
+    def __init__(self, message: str, partials: Sequence[Sample] = ()) -> None:
+        super().__init__(message)
+        self.partials = tuple(partials)
+
+
+class GenerationAborted(Exception):
+    """The engine was told to end its responses unfinished (refresh `abort`, or to move them). Not a failure.
+
+    `partials`: the tokens so far of each response that was asked for, in order, finished ones included.
+    """
+
+    def __init__(self, partials: Sequence[Sample]) -> None:
+        super().__init__(f"{len(partials)} responses were ended unfinished")
+        self.partials = tuple(partials)
 
 
 class RequestRefused(DataError):
@@ -93,10 +135,15 @@ class RequestRefused(DataError):
 class GenerationEngine(Protocol):
     """What the Control Unit knows of a Generation Unit."""
 
-    async def generate(self, prompt_ids: Sequence[int], n: int, seed: int) -> list[Sample]:
-        """`n` responses to one prompt with the run's sampling settings; raises `EngineFailure`, `RequestRefused`.
+    async def generate(self, prompt_ids: Sequence[int], prefixes: Sequence[Sample], seed: int) -> list[Sample]:
+        """One finished response for each prefix (`NOTHING` for a fresh one), with the run's sampling settings.
 
-        Different seeds (any natural number) give independent responses, however close they lie."""
+        A response continues from its prefix's tokens and keeps them, their log-probs and versions; prefix and
+        continuation together stay within the response budget. A prefix that is finished comes back as it is.
+        Different seeds (any natural number) give independent responses, however close they lie.
+        Raises `EngineFailure`, `GenerationAborted`, `RequestRefused`.
+        """
 
-    async def refresh(self, snapshot: Snapshot) -> RefreshRecord:
-        """Load a snapshot in place; on failure the old weights keep serving and `EngineFailure` is raised."""
+    async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
+        """Load a snapshot in place; on failure the old weights keep serving, or the engine takes no more work, and
+        `EngineFailure` is raised."""
