@@ -7,29 +7,27 @@ completion record says, not an exit code; parts do not know each other or this m
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any, Self
 
 from forebay.config import RunConfig
 from forebay.control.controller import Controller, Rules
-from forebay.control.ledger import Entry
-from forebay.control.recorder import Recorder
+from forebay.control.recorder import Recorder, mean, quantile
 from forebay.control.server import control_app, serve
 from forebay.control.source import Minibatch, scheduled
 from forebay.control.types import Prompt
-from forebay.control.unit import ControlUnit
+from forebay.control.unit import ControlUnit, Patience
 from forebay.data.schema import read_rows
-from forebay.errors import DeadlineError, RunError
+from forebay.errors import DeadlineError, RunError, UserError
 from forebay.generation.fleet import Fleet
 from forebay.launch.cores import plan_cores
 from forebay.launch.ports import hold_port, require_free
-from forebay.launch.processes import Process, spawn
+from forebay.launch.processes import spawn
 from forebay.rewards.pool import RewardPool
 from forebay.run import RunContext
 from forebay.scheduling.schedule import FILE, read_schedule
@@ -51,7 +49,12 @@ class TrainResult:
     """Of the same steps."""
     staleness_bound: int
     staleness_mean: float
+    staleness_p95: int
     staleness_max: int
+    staleness_histogram: dict[int, int]
+    """Versions between a trained group's oldest token and its training -> groups."""
+    token_staleness_mean: float
+    """The same of every trained token, not of the oldest."""
     fates: dict[str, int]
     """admitted = trained + filtered + stale + failed (+ in_flight, 0 at the end of a completed run)."""
     tokens_per_s: float
@@ -59,6 +62,13 @@ class TrainResult:
     refreshes: int
     refresh_pause_s: float
     """Mean pause of an engine for one refresh."""
+    refresh_pause_max_s: float
+    tokens_recomputed: int
+    """Tokens whose KV cache was computed again after refreshes."""
+    tokens_discarded: int
+    """Response tokens that were generated and thrown away: aborted, stale, or of engines that died."""
+    engine_restarts: int
+    trainer_restarts: int
 
 
 def train(run: RunContext, on_progress: Callable[[dict[str, Any]], None]) -> TrainResult:
@@ -74,41 +84,44 @@ def rules_of(config: RunConfig) -> Rules:
         group_size=config.generation.group_size,
         sync_every=config.control.sync_every,
         max_staleness=config.staleness_bound,
-        work_in_progress=config.work_in_progress,
+        work_in_progress=None if config.work_in_progress == "auto" else config.work_in_progress,
         max_concurrent_samples=config.control.max_concurrent_samples,
+        queue_high=config.control.queue.high,
+        queue_low=config.control.queue.low if config.mode == "fully_async" else 0.0,
+        max_predicted_tokens=config.control.max_predicted_tokens or math.inf,
+        over_sampling=config.control.over_sampling,
+        max_refills=config.control.max_refills,
         stale=config.control.stale,
         dynamic_sampling=config.control.dynamic_sampling,
+        refresh=config.control.refresh,
+        refresh_all=config.control.refresh_rollout == "all",
     )
 
 
 async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None]) -> TrainResult:
     config = run.config
-    controller = Controller(rules_of(config), _prompts(run))
     cores = plan_cores(config)
     async with contextlib.AsyncExitStack() as stack:
         held = stack.enter_context(_control_port(config))
         scorer = stack.enter_context(contextlib.closing(_reward_pool(run)))
-        recorder = stack.enter_context(contextlib.closing(Recorder(run.metrics, on_progress)))
+        recorder = stack.enter_context(contextlib.closing(Recorder(run.root, on_progress)))
+        controller = Controller(rules_of(config), _prompts(run), recorder.settled, config.training.streaming)
         fleet = Fleet(run, run.start_model, cores)
-        unit = ControlUnit(
-            controller,
-            fleet,
-            scorer,
-            recorder,
-            seed=config.seed,
-            stall_timeout_s=config.control.stall_timeout_s,
-            max_restarts=config.generation.max_restarts,
-        )
+        unit = ControlUnit(controller, fleet, scorer, recorder, seed=config.seed, patience=_patience(config))
         await stack.enter_async_context(serve(control_app(unit, run.token), held))
-        trainer = _start_trainer(run, _url(held), cores.trainer)
-        stack.callback(trainer.stop, 5.0)
+        trainer = stack.enter_context(Trainer(run, _url(held), cores.trainer, recorder))
         await stack.enter_async_context(fleet)
-        try:
-            await unit.run(lambda: _require_alive(trainer))
-        finally:
-            _write_groups(run, controller.ledger.entries)
-        await _trainer_done(run, trainer)
-        return _result(controller, recorder)
+        await unit.run(trainer.check)
+        await trainer.finish()
+        return _result(unit, recorder, trainer.restarts)
+
+
+def _patience(config: RunConfig) -> Patience:
+    return Patience(
+        stall_timeout_s=config.control.stall_timeout_s,
+        max_restarts=config.generation.max_restarts,
+        group_deadline_s=config.control.group_deadline_s,
+    )
 
 
 def _reward_pool(run: RunContext) -> RewardPool:
@@ -129,11 +142,6 @@ def _url(held: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _start_trainer(run: RunContext, url: str, cores: list[int] | None) -> Process:
-    argv, env, _ = trainer_command(run, url, cores)
-    return spawn("trainer", argv, env=env, log=run.logs / "trainer.log", cores=cores)
-
-
 def _prompts(run: RunContext) -> Iterator[Minibatch]:
     rows = {row.prompt_id: row for row in read_rows(run.data / "train.parquet")}
     groups = read_schedule(run.schedule / FILE)
@@ -146,66 +154,77 @@ def _prompts(run: RunContext) -> Iterator[Minibatch]:
     return scheduled(minibatches, run.config.seed)
 
 
-def _require_alive(trainer: Process) -> None:
-    code = trainer.poll()
-    if code is not None:
-        raise RunError(f"the trainer ended early (exit code {code}): {trainer.log_tail(1).strip() or 'no output'}")
+class Trainer:
+    """The Training Unit's process: started, started again from its last checkpoint when it dies, ended."""
+
+    def __init__(self, run: RunContext, url: str, cores: list[int] | None, recorder: Recorder) -> None:
+        self._run, self._url, self._cores, self._recorder = run, url, cores, recorder
+        self.restarts = 0
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stop(5.0)
+
+    def check(self) -> None:
+        """Start it again if it died; raises `RunError` if it cannot go on, or died too often."""
+        code = self._process.poll()
+        if code is None:
+            return
+        reason = f"exit code {code}: {self._process.log_tail(1).strip() or 'no output'}"
+        if code == UserError.exit_code or self.restarts >= self._run.config.training.max_restarts:
+            raise RunError(f"the trainer ended early ({reason}) and is not started again (training.max_restarts)")
+        self.restarts += 1
+        self._recorder.event("trainer_restarted", reason=reason)
+        self._process.stop(0.0)
+        self._start()
+
+    async def finish(self) -> None:
+        """Wait for the trained model; the completion record decides, not the exit code."""
+        limit, record = self._run.config.training.step_timeout_s, self._run.root / "trainer_done.json"
+        deadline = time.monotonic() + limit
+        while not record.exists():
+            if self._process.poll() is not None and not record.exists():
+                self.check()
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"the trainer did not write the trained model within {limit:.0f} s")
+            await asyncio.sleep(0.02)
+        done = json.loads(record.read_text())
+        if done["steps"] != self._run.config.training.steps:
+            raise RunError(f"the trainer stopped after {done['steps']} steps: {done.get('reason', 'no reason given')}")
+
+    def _start(self) -> None:
+        argv, env, _ = trainer_command(self._run, self._url, self._cores)
+        self._process = spawn("trainer", argv, env=env, log=self._run.logs / "trainer.log", cores=self._cores)
 
 
-async def _trainer_done(run: RunContext, trainer: Process) -> None:
-    """Wait for the trained model; the completion record decides."""
-    limit = run.config.training.step_timeout_s
-    record = run.root / "trainer_done.json"
-    try:
-        async with asyncio.timeout(limit):
-            while not record.exists():
-                if trainer.poll() is not None and not record.exists():
-                    _require_alive(trainer)
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        raise DeadlineError(f"the trainer did not write the trained model within {limit:.0f} s") from None
-    done = json.loads(record.read_text())
-    if done["steps"] != run.config.training.steps:
-        raise RunError(f"the trainer stopped after {done['steps']} steps: {done.get('reason', 'no reason given')}")
-
-
-def _result(controller: Controller, recorder: Recorder) -> TrainResult:
+def _result(unit: ControlUnit, recorder: Recorder, trainer_restarts: int) -> TrainResult:
+    controller = unit.controller
     steady = recorder.steps[WARM_UP_STEPS:] or recorder.steps
     first, last = recorder.steps[0], recorder.steps[-1]
-    seconds = last["t"] - first["t"] if len(recorder.steps) > 1 else last["t"]
-    tokens = recorder.tokens - (first["tokens_generated"] if len(recorder.steps) > 1 else 0)
+    several = len(recorder.steps) > 1
+    seconds = last["t"] - first["t"] if several else last["t"]
+    tokens = recorder.tokens - (first["tokens_generated"] if several else 0)
     return TrainResult(
         steps=len(recorder.steps),
         wall_s=recorder.elapsed,
         step_times=[step["step_time_s"] for step in steady],
         train_waits=[step["train_wait_s"] for step in steady],
         staleness_bound=controller.rules.staleness_bound,
-        staleness_mean=statistics.fmean(recorder.staleness) if recorder.staleness else 0.0,
+        staleness_mean=mean(recorder.staleness),
+        staleness_p95=quantile(recorder.staleness, 0.95),
         staleness_max=max(recorder.staleness, default=0),
+        staleness_histogram=dict(sorted(recorder.staleness.items())),
+        token_staleness_mean=recorder.token_staleness,
         fates=controller.ledger.fates(),
         tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
         refreshes=len(recorder.pauses),
         refresh_pause_s=statistics.fmean(recorder.pauses) if recorder.pauses else 0.0,
+        refresh_pause_max_s=max(recorder.pauses, default=0.0),
+        tokens_recomputed=recorder.tokens_recomputed,
+        tokens_discarded=controller.tokens_discarded,
+        engine_restarts=unit.engine_restarts,
+        trainer_restarts=trainer_restarts,
     )
-
-
-def _write_groups(run: RunContext, entries: list[Entry]) -> None:
-    """groups.parquet: one row for each group that has its fate."""
-    rows = [
-        {
-            "group_id": entry.group_id,
-            "prompt_id": entry.prompt.prompt_id,
-            "fate": entry.fate.value,
-            "reason": entry.reason,
-            "predicted_length": entry.prompt.predicted_length,
-            "lengths": [len(sample.ids) for sample in entry.samples],
-            "reward_mean": statistics.fmean(entry.rewards) if entry.rewards else None,
-            "oldest_version": entry.oldest_version,
-            "trained_version": entry.trained_version,
-            "staleness": entry.staleness,
-            "attempts": entry.attempts,
-        }
-        for entry in entries
-    ]
-    if rows:
-        pq.write_table(pa.Table.from_pylist(rows), run.root / "groups.parquet")

@@ -52,9 +52,11 @@ class RunConfig(Config):
         return {"sync": 0.0, "one_step_off": 1.0}.get(self.mode, float(self.control.max_staleness))
 
     @property
-    def work_in_progress(self) -> float:
+    def work_in_progress(self) -> float | Literal["auto"]:
         """Outstanding groups allowed, in batches, before the staleness rule is asked."""
-        return {"sync": 1.0, "one_step_off": 2.0}.get(self.mode, self.control.work_in_progress)
+        if self.mode == "fully_async":
+            return self.control.work_in_progress
+        return {"sync": 1.0, "one_step_off": 2.0}[self.mode]
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -81,10 +83,30 @@ class RunConfig(Config):
                 f"a minibatch of {largest} prompts x generation.group_size {gen.group_size} does not fit "
                 f"control.max_concurrent_samples {control.max_concurrent_samples}: raise it or lower the minibatch"
             )
-        if self.mode == "fully_async" and control.work_in_progress < 1:
+        if self.mode == "fully_async" and control.work_in_progress != "auto" and control.work_in_progress < 1:
             raise ValueError(
                 f"control.work_in_progress ({control.work_in_progress}) is less than one batch, so no batch could ever "
                 "fill: set it to 1 or more"
+            )
+        if control.queue.low > control.queue.high:
+            raise ValueError(
+                f"control.queue.low ({control.queue.low:g}) is above control.queue.high ({control.queue.high:g}): "
+                "lower it or raise the other"
+            )
+        if control.queue.high < 1:
+            raise ValueError(
+                f"control.queue.high ({control.queue.high:g}) is less than one batch, so no batch could ever fill: set "
+                "it to 1 or more"
+            )
+        if control.over_sampling > 1 and (self.mode == "fully_async" or not control.dynamic_sampling):
+            raise ValueError(
+                "control.over_sampling above 1 is for batches that are refilled behind a barrier: set "
+                "control.dynamic_sampling=true and mode sync or one_step_off, or control.over_sampling=1"
+            )
+        if self.mode != "fully_async" and self.training.streaming:
+            raise ValueError(
+                f"training.streaming takes groups as they come, but mode {self.mode} trains whole batches: set "
+                "mode=fully_async or training.streaming=false"
             )
         if self.training.micro_batch_tokens < self.model.max_model_len:
             raise ValueError(

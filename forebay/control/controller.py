@@ -4,140 +4,55 @@ No clock, no sockets, no tasks: the asyncio shell (`unit.py`), the simulator and
 
 Invariants:
 - Staleness: a group trained at version v has no token older than v - ceil(max_staleness). Admission counts from the
-  trained frontier so that groups trained in turn keep the bound (AReaL's pacing formula, per engine); `next_batch`
-  checks each group again and drops or retries the ones that were overtaken.
+  trained frontier so that groups trained in turn keep the bound; at dequeue each group is checked again, and the ones
+  that were overtaken are dropped or retried.
 - Account: every admitted group is waiting, generating, being scored, queued or in training, and leaves by one fate.
 - Slots: a batch is `batch_groups` slots. Trained groups use slots; filtered ones do too unless `dynamic_sampling`;
   stale and failed ones give theirs back, so that another group is admitted.
+- Cost: an event costs O(log queue), a dispatch O(engines).
 """
 
 import math
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Literal
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 
+from forebay.control.groups import Batch, Dispatch, Engine, Group, Stage, worth_keeping
 from forebay.control.ledger import Entry, Ledger
-from forebay.control.source import Minibatch
+from forebay.control.queue import Forming, TrainingQueue
+from forebay.control.rules import Credits, Rules
+from forebay.control.source import Intake, Minibatch
 from forebay.control.types import Fate, Prompt, Sample
 from forebay.errors import RunError
 
-REWARD_SPREAD = 1e-6
-"""Rewards of a group closer together than this carry no advantage."""
+__all__ = ["Batch", "Controller", "Dispatch", "Engine", "Group", "Rules", "Stage"]
 
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Everything the decisions depend on. The modes are settings of these numbers."""
-
-    steps: int
-    """Optimizer steps of the run."""
-    batch_groups: int
-    """Slots in one step."""
-    group_size: int
-    """Responses in a group."""
-    sync_every: int
-    """Steps between two publications."""
-    max_staleness: float
-    """In versions; fractions admit that share of the next version's slots."""
-    work_in_progress: float
-    """Most outstanding groups, in batches."""
-    max_concurrent_samples: int
-    """Per engine."""
-    stale: Literal["drop", "retry"] = "drop"
-    dynamic_sampling: bool = False
-
-    @property
-    def slots_per_version(self) -> int:
-        return self.batch_groups * self.sync_every
-
-    @property
-    def staleness_bound(self) -> int:
-        """The bound that every trained group keeps: `max_staleness` rounded up to whole versions."""
-        return math.ceil(self.max_staleness)
-
-    @property
-    def total_slots(self) -> int:
-        return self.batch_groups * self.steps
-
-
-class Stage(Enum):
-    """Where an admitted group is."""
-
-    WAITING = auto()
-    """To be generated again, at the front."""
-    GENERATING = auto()
-    SCORING = auto()
-    QUEUED = auto()
-    TRAINING = auto()
-
-
-@dataclass(slots=True)
-class Group:
-    """One prompt's responses on their way."""
-
-    group_id: int
-    prompt: Prompt
-    stage: Stage
-    engine: int | None = None
-    attempts: int = 0
-    samples: tuple[Sample, ...] = ()
-    rewards: tuple[float, ...] = ()
-    trained_version: int | None = None
-
-    @property
-    def oldest_version(self) -> int:
-        return min(sample.oldest_version for sample in self.samples)
-
-    @property
-    def teaches(self) -> bool:
-        """Whether its rewards differ, so that it has an advantage."""
-        return max(self.rewards) - min(self.rewards) > REWARD_SPREAD
-
-
-@dataclass(slots=True)
-class Engine:
-    """What the controller knows of one Generation Unit."""
-
-    version: int
-    refreshing: bool = False
-    groups: dict[int, float] = field(default_factory=dict)
-    """Groups in flight here -> predicted tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """Decision: generate these groups on this engine."""
-
-    engine: int
-    groups: tuple[Group, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Decision: train these groups. `skipped` were in the batch but teach nothing."""
-
-    step: int
-    version: int
-    groups: tuple[Group, ...]
-    skipped: tuple[Group, ...]
+DEADLINES_ALLOWED = 3
+"""Times that one group may take longer than its deadline before it fails."""
 
 
 class Controller:
     """Admission, dispatch, Training Queue, staleness, refresh order, ledger."""
 
-    def __init__(self, rules: Rules, source: Iterator[Minibatch]) -> None:
+    def __init__(
+        self, rules: Rules, source: Iterator[Minibatch], sink: Callable[[Entry], None], streaming: bool = False
+    ) -> None:
         self.rules = rules
-        self.ledger = Ledger()
+        self.ledger = Ledger(sink)
+        self.credits = Credits(rules, streaming)
         self.engines: dict[int, Engine] = {}
         self.groups: dict[int, Group] = {}
         self.steps_trained = 0
         self.published = 0
-        self._source = source
-        self._minibatch: deque[Prompt] = deque()
+        self.tokens_discarded = 0
+        """Response tokens generated for groups that were then made afresh or dropped."""
+        self._intake = Intake(source)
         self._retries: deque[int] = deque()
-        self._batch: Batch | None = None
+        self._queue = TrainingQueue(rules.batch_groups)
+        self._stages: Counter[Stage] = Counter()
+        self._late: Counter[int] = Counter()
+        self._refills = 0
+        self._refreshing = 0
+        self._behind = False  # some engine may serve an older version than the published one
 
     # ---- what is known
 
@@ -162,93 +77,136 @@ class Controller:
 
     @property
     def training_step(self) -> int | None:
-        """The step that the trainer holds now."""
-        return self._batch.step if self._batch else None
+        """The step whose whole batch the trainer holds now."""
+        forming = self._queue.forming
+        return forming.step if forming and forming.complete else None
 
     def count(self, stage: Stage) -> int:
-        return sum(group.stage is stage for group in self.groups.values())
+        return self._stages[stage]
 
     # ---- decisions
 
     def next_dispatch(self) -> Dispatch | None:
         """Prompts for the engine with the least predicted load, or None if no rule lets one start."""
-        free = [(sum(engine.groups.values()), key) for key, engine in self.engines.items() if not engine.refreshing]
-        for _, key in sorted(free):
-            chosen = self._redispatch(key) or self._admit(key)
-            if chosen:
-                return Dispatch(key, chosen)
+        room = self._room()
+        if room < 1 and not self._retries:
+            return None
+        for _, key in sorted(self._free_engines()):
+            groups = self._redispatch(key) or (self._admit(key, room) if room >= 1 else ())
+            if groups:
+                return Dispatch(key, groups)
         return None
 
-    def next_batch(self, step: int) -> Batch | None:
-        """The batch of `step`, or None while too few groups are ready. Asking again for the same step gives it again.
+    def _free_engines(self) -> list[tuple[float, int]]:
+        """(load, key) of the engines that have room for a group."""
+        full = self.rules.max_concurrent_samples // self.rules.group_size
+        return [(e.load, key) for key, e in self.engines.items() if len(e.groups) < full and not e.refreshing]
 
-        Groups that are too old for the version that trains now leave here, or go to the front to be made afresh.
-        """
-        if self._batch is not None and self._batch.step == step:
-            return self._batch
-        if step != self.steps_trained + 1:
-            raise RunError(f"control: the trainer asks for step {step}, but step {self.steps_trained + 1} is next")
-        version = self.trainer_version
-        ready = [group for group in self.groups.values() if group.stage is Stage.QUEUED]
-        fresh = []
-        for group in ready:
-            if version - group.oldest_version > self.rules.staleness_bound:
-                self._expire(group, version)
-            else:
-                fresh.append(group)
-        if len(fresh) < self.rules.batch_groups:
+    def next_batch(self, step: int) -> Batch | None:
+        """The whole batch of `step`, or None while too few groups are ready. Asked again, it gives the same."""
+        done = self._queue.again(step)
+        if done is not None:
+            return done
+        forming = self._form(step)
+        if not forming.complete and len(self._queue) + len(forming.taken) >= self.rules.batch_groups:
+            self._fill(forming)
+        return forming.batch() if forming.complete else None
+
+    def next_groups(self, step: int, received: int) -> tuple[Batch, bool] | None:
+        """Streaming: the groups of `step` after the first `received`, as many as are ready, and whether the batch is
+        complete with them; None while there is nothing new. What was handed out is committed to this step."""
+        done = self._queue.again(step)
+        if done is not None:
+            return Batch(step, done.version, done.groups[received:], ()), True
+        forming = self._form(step)
+        self._fill(forming)
+        fresh = tuple(forming.teaching[received:])
+        if not fresh and not forming.complete:
             return None
-        fresh.sort(key=lambda group: (group.oldest_version, group.group_id))
-        taken = fresh[: self.rules.batch_groups]
-        for group in taken:
-            group.stage, group.trained_version = Stage.TRAINING, version
-        teaching = tuple(group for group in taken if group.teaches)
-        skipped = tuple(group for group in taken if not group.teaches)
-        self._batch = Batch(step, version, teaching, skipped)
-        return self._batch
+        return Batch(step, forming.version, fresh, ()), forming.complete
 
     def next_refresh(self) -> int | None:
-        """The engine to refresh next; one at a time, so that never all of them stop."""
-        if any(engine.refreshing for engine in self.engines.values()):
+        """The engine to refresh next; one at a time, so that never all of them stop, unless the rules say all."""
+        if not self._behind or (self._refreshing and not self.rules.refresh_all):
             return None
-        behind = [(engine.version, key) for key, engine in self.engines.items() if engine.version < self.published]
-        return min(behind)[1] if behind else None
+        behind = [
+            (engine.version, key)
+            for key, engine in self.engines.items()
+            if engine.version < self.published and not engine.refreshing
+        ]
+        if not behind:
+            self._behind = False
+            return None
+        return min(behind)[1]
 
-    # ---- events
+    # ---- events: engines
 
     def engine_joined(self, engine: int, version: int) -> None:
         """An engine is up and serves `version`."""
         self.engines[engine] = Engine(version)
+        self._behind = True
 
     def engine_lost(self, engine: int) -> None:
-        """An engine is gone: what it was generating waits at the front for another one."""
-        for group_id in list(self.engines.pop(engine).groups):
-            self._requeue(self.groups[group_id])
+        """An engine is gone and gets no more work. What it was generating is requeued call by call, by
+        `generation_failed` with what is known of each one's tokens."""
+        self._refreshing -= self.engines.pop(engine).refreshing
 
     def refresh_started(self, engine: int) -> None:
         self.engines[engine].refreshing = True
+        self._refreshing += 1
 
     def refresh_done(self, engine: int, version: int) -> None:
         """The engine has proved that it serves `version`."""
         self.engines[engine].refreshing = False
         self.engines[engine].version = version
+        self._refreshing -= 1
+        self._behind = True
+
+    # ---- events: groups
 
     def generated(self, group_id: int, attempt: int, samples: tuple[Sample, ...]) -> bool:
-        """All responses of a group are there; they wait for their rewards. False for a late answer: the engine was
-        given up meanwhile and the group is being made by another attempt, which is the one that counts."""
+        """All responses of a group are there; they wait for their rewards. False for a late answer: the group is being
+        made by another attempt, which is the one that counts."""
         group = self._generating(group_id, attempt)
         if group is None:
             return False
         self._release(group)
-        group.samples, group.stage = samples, Stage.SCORING
+        group.samples = samples
+        self._move(group, Stage.SCORING)
         return True
 
-    def scored(self, group_id: int, rewards: tuple[float, ...]) -> None:
-        """The group enters the Training Queue, or is filtered."""
-        group = self._at(group_id, Stage.SCORING)
-        group.rewards, group.stage = rewards, Stage.QUEUED
-        if self.rules.dynamic_sampling and not group.teaches:
-            self._leave(group, Fate.FILTERED, "all rewards are equal")
+    def generation_failed(self, group_id: int, attempt: int, partials: Sequence[Sample] = ()) -> bool:
+        """The engine or the way to it broke, or it was told to stop: the group is generated further from its partial
+        responses if their versions still allow, else afresh; at the front. False for an attempt that no longer
+        counts."""
+        group = self._generating(group_id, attempt)
+        if group is None:
+            return False
+        self._release(group)
+        self._requeue(group, tuple(partials) if worth_keeping(partials) else group.samples)
+        return True
+
+    def aborted(self, group_id: int, attempt: int, partials: Sequence[Sample]) -> None:
+        """A refresh (`abort`) ended its responses: they are thrown away, the group is made afresh, at the front."""
+        group = self._generating(group_id, attempt)
+        if group is not None:
+            self._release(group)
+            group.samples = tuple(partials)
+            self._requeue(group, ())
+
+    def deadline_passed(self, group_id: int, attempt: int, limit_s: float) -> None:
+        """The group took too long: it is made afresh, and fails after `DEADLINES_ALLOWED` times."""
+        group = self._generating(group_id, attempt)
+        if group is None:
+            return
+        self._late[group_id] += 1
+        self._release(group)
+        if self._late[group_id] < DEADLINES_ALLOWED:
+            self._requeue(group, ())
+        else:
+            self._leave(
+                group, Fate.FAILED, f"{DEADLINES_ALLOWED} times longer than control.group_deadline_s {limit_s:g}"
+            )
 
     def refused(self, group_id: int, attempt: int, reason: str) -> None:
         """No engine takes this prompt: the group fails, for its data's sake."""
@@ -257,112 +215,180 @@ class Controller:
             self._release(group)
             self._leave(group, Fate.FAILED, reason)
 
+    def scored(self, group_id: int, rewards: tuple[float, ...]) -> None:
+        """The group enters the Training Queue, or is filtered. Raises `RunError` if too many are filtered."""
+        group = self._at(group_id, Stage.SCORING)
+        group.rewards = rewards
+        if self.rules.dynamic_sampling and not group.teaches:
+            self._leave(group, Fate.FILTERED, "all rewards are equal")
+            self._count_refill()
+            return
+        self._move(group, Stage.QUEUED)
+        self._queue.push(group)
+
     def scoring_failed(self, group_id: int, reason: str) -> None:
         """The group's responses cannot be scored: it fails, for its data's sake."""
         self._leave(self._at(group_id, Stage.SCORING), Fate.FAILED, reason)
 
-    def generation_failed(self, group_id: int, attempt: int) -> bool:
-        """The engine or the way to it broke: the group is generated again, at the front. False for a late word of an
-        attempt that no longer counts."""
-        group = self._generating(group_id, attempt)
-        if group is None:
-            return False
-        self._release(group)
-        self._requeue(group)
-        return True
+    # ---- events: trainer
 
-    def step_trained(self, step: int) -> None:
-        """The trainer has done `step`: its groups have their fate and the frontier moves."""
-        batch = self._batch
-        if batch is None or batch.step != step:
-            raise RunError(f"control: the trainer reports step {step}, but holds {batch.step if batch else 'no batch'}")
+    def step_trained(self, step: int, waited_share: float = 0.0) -> Batch | None:
+        """The trainer has done `step`: its groups have their fate and the frontier moves. None for a step that was
+        done before a restart. `waited_share`: of the step's time, spent waiting for data."""
+        if step <= self.steps_trained:
+            return None
+        forming = self._queue.forming
+        if forming is None or forming.step != step or not forming.complete:
+            raise RunError(f"control: the trainer reports step {step}, but does not hold its whole batch")
+        batch = forming.batch()
         for group in batch.groups:
             self._leave(group, Fate.TRAINED, "")
         for group in batch.skipped:
             group.trained_version = None
             self._leave(group, Fate.FILTERED, "all rewards are equal")
-        self._batch = None
+        self._queue.trained(batch)
         self.steps_trained = step
+        self._refills = 0
+        self.credits.step(waited_share, self.count(Stage.QUEUED))
         self.ledger.check(len(self.groups))
+        return batch
 
-    def snapshot_published(self, version: int) -> None:
-        """The weights of `version` can be loaded."""
+    def checkpointed(self, step: int) -> None:
+        """The trainer can go on from after `step`: batches up to it need not be served again."""
+        self._queue.checkpointed(step)
+
+    def snapshot_published(self, version: int) -> bool:
+        """The weights of `version` can be loaded. False for one that was published before a restart."""
+        if version <= self.published:
+            return False
         if version != self.published + 1:
             raise RunError(f"control: version {version} was published after {self.published}")
         self.published = version
+        self._behind = True
+        return True
 
-    # ---- the rules behind them
+    # ---- admission
 
-    def _admit(self, key: int) -> tuple[Group, ...]:
+    def _room(self) -> int:
+        """New groups that may start now, as far as no engine is asked."""
+        rules, slot = self.rules, self.frontier + self.outstanding
+        if self.count(Stage.QUEUED) >= rules.queue_high * rules.batch_groups:
+            return 0
+        surplus = (rules.over_sampling - 1) * rules.batch_groups
+        total, credits = rules.total_slots + surplus - slot, self.credits.groups - self.outstanding
+        if credits < 1 <= total:
+            self.credits.refused()
+        return math.floor(min(total, credits))
+
+    def _admit(self, key: int, room: int) -> tuple[Group, ...]:
         """New groups from the next minibatch, as many as every rule allows; a minibatch may start in parts."""
-        room = self._room(key)
-        if room < 1:
-            return ()
-        if not self._minibatch:
-            self._minibatch.extend(next(self._source))
-        chosen = []
-        for _ in range(min(room, len(self._minibatch))):
-            prompt = self._minibatch.popleft()
-            group = Group(self.ledger.admitted, prompt, Stage.WAITING)
-            self.ledger.admit(group.group_id, prompt)
+        engine, slot = self.engines[key], self.frontier + self.outstanding
+        room = min(room, math.floor(self.rules.slots_allowed(engine.version) - slot), self._sample_room(engine))
+        chosen: list[Group] = []
+        hurry = self.count(Stage.QUEUED) < self.rules.queue_low * self.rules.batch_groups
+        while len(chosen) < room:
+            prompt = self._intake.peek(hurry)
+            if engine.groups and engine.load + self._predicted(prompt) > self.rules.max_predicted_tokens:
+                break
+            group = Group(self.ledger.admitted, self._intake.take(), self.rules.group_size, Stage.WAITING)
+            self.ledger.admit(group.group_id)
             self.groups[group.group_id] = group
+            self._stages[Stage.WAITING] += 1
             self._start(group, key)
             chosen.append(group)
+            if not self._intake.left_in_minibatch:
+                break
         return tuple(chosen)
 
-    def _room(self, key: int) -> int:
-        """How many new groups may start on this engine now."""
-        rules, slot = self.rules, self.frontier + self.outstanding
-        return math.floor(
-            min(
-                rules.total_slots - slot,
-                rules.work_in_progress * rules.batch_groups - self.outstanding,
-                self._oldest_allowed(key) - slot,
-                self._sample_room(key),
-            )
-        )
-
-    def _oldest_allowed(self, key: int) -> float:
-        """Slots below this number are trained while this engine's version is still within the bound."""
-        return (self.engines[key].version + 1 + self.rules.max_staleness) * self.rules.slots_per_version
-
-    def _sample_room(self, key: int) -> int:
-        busy = len(self.engines[key].groups) * self.rules.group_size
-        return (self.rules.max_concurrent_samples - busy) // self.rules.group_size
-
     def _redispatch(self, key: int) -> tuple[Group, ...]:
-        """The first group that waits to be made again; its slot is counted already."""
-        last_slot = self.frontier + self.outstanding - 1
-        if not self._retries or self._sample_room(key) < 1 or last_slot >= self._oldest_allowed(key):
+        """The first group that waits to be made again or further; its slot is counted already."""
+        engine, last_slot = self.engines[key], self.frontier + self.outstanding - 1
+        if not self._retries or self._sample_room(engine) < 1:
+            return ()
+        if last_slot >= self.rules.slots_allowed(engine.version):
             return ()
         group = self.groups[self._retries.popleft()]
+        self._keep(group, group.samples)
         self._start(group, key)
         return (group,)
 
+    def _sample_room(self, engine: Engine) -> int:
+        return self.rules.max_concurrent_samples // self.rules.group_size - len(engine.groups)
+
+    def _predicted(self, prompt: Prompt) -> float:
+        return prompt.predicted_length * self.rules.group_size
+
+    # ---- the batch
+
+    def _form(self, step: int) -> Forming:
+        """The batch of the next step; what is too old for it leaves the queue."""
+        if step != self.steps_trained + 1:
+            raise RunError(f"control: the trainer asks for step {step}, but step {self.steps_trained + 1} is next")
+        forming = self._queue.form(step, self.trainer_version)
+        for group in self._queue.pop_stale(forming.version, self.rules.staleness_bound):
+            if self.rules.stale == "retry":
+                self._requeue(group, ())
+                continue
+            age = forming.version - group.oldest_version
+            self.tokens_discarded += group.tokens
+            self._leave(group, Fate.STALE, f"{age} versions old, the bound is {self.rules.staleness_bound}")
+        return forming
+
+    def _fill(self, forming: Forming) -> None:
+        for group in self._queue.fill(forming):
+            self._move(group, Stage.TRAINING)
+
+    def _count_refill(self) -> None:
+        self._refills += 1
+        if self._refills > self.rules.max_refills * self.rules.batch_groups:
+            raise RunError(
+                f"control: {self._refills} groups without reward spread for one batch of {self.rules.batch_groups} "
+                "(control.max_refills): the prompts are too easy or too hard for this model; change the data or set "
+                "control.dynamic_sampling=false"
+            )
+
+    # ---- moving groups
+
     def _start(self, group: Group, key: int) -> None:
-        group.stage, group.engine = Stage.GENERATING, key
+        engine = self.engines[key]
+        group.engine = key
         group.attempts += 1
-        self.engines[key].groups[group.group_id] = group.prompt.predicted_length * self.rules.group_size
+        group.engines += (key,)
+        engine.groups.add(group.group_id)
+        engine.load += self._predicted(group.prompt)
+        self._move(group, Stage.GENERATING)
 
     def _release(self, group: Group) -> None:
         engine = self.engines.get(group.engine) if group.engine is not None else None
-        if engine is not None:
-            engine.groups.pop(group.group_id, None)
+        if engine is not None and group.group_id in engine.groups:
+            engine.groups.remove(group.group_id)
+            engine.load = engine.load - self._predicted(group.prompt) if engine.groups else 0.0
         group.engine = None
 
-    def _requeue(self, group: Group) -> None:
-        group.stage, group.engine, group.samples, group.rewards = Stage.WAITING, None, (), ()
+    def _requeue(self, group: Group, kept: tuple[Sample, ...]) -> None:
+        """To the front, to be made further from the tokens that are kept, or afresh."""
+        self._keep(group, kept)
+        group.rewards = ()
+        self._move(group, Stage.WAITING)
         self._retries.append(group.group_id)
 
-    def _expire(self, group: Group, version: int) -> None:
-        if self.rules.stale == "retry":
-            self._requeue(group)
+    def _keep(self, group: Group, kept: tuple[Sample, ...]) -> None:
+        if worth_keeping(kept) and self._young_enough(kept):
+            group.samples = kept
         else:
-            age = version - group.oldest_version
-            self._leave(group, Fate.STALE, f"{age} versions old, the bound is {self.rules.staleness_bound}")
+            self.tokens_discarded += max(group.tokens, sum(len(sample.ids) for sample in kept))
+            group.samples = ()
+
+    def _young_enough(self, partials: Sequence[Sample]) -> bool:
+        """Going on is worth it if the batch after the current one may still train these tokens (the current one,
+        where no staleness is allowed); whether it does is checked at dequeue, as for every group."""
+        oldest = min(sample.oldest_version for sample in partials if sample.ids)
+        return self.trainer_version - oldest <= max(self.rules.staleness_bound - 1, 0)
 
     def _leave(self, group: Group, fate: Fate, reason: str) -> None:
         del self.groups[group.group_id]
+        self._stages[group.stage] -= 1
+        self._late.pop(group.group_id, None)
         self.ledger.settle(
             Entry(
                 group_id=group.group_id,
@@ -371,11 +397,16 @@ class Controller:
                 reason=reason,
                 samples=group.samples,
                 rewards=group.rewards,
-                oldest_version=group.oldest_version if group.samples else None,
                 trained_version=group.trained_version,
                 attempts=group.attempts,
+                engines=group.engines,
             )
         )
+
+    def _move(self, group: Group, stage: Stage) -> None:
+        self._stages[group.stage] -= 1
+        self._stages[stage] += 1
+        group.stage = stage
 
     def _generating(self, group_id: int, attempt: int) -> Group | None:
         """The group if this attempt at generating it still counts."""

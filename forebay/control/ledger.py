@@ -5,6 +5,7 @@ A run that breaks it stops with `LedgerError`: it would have lost or invented a 
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from forebay.control.types import Fate, Prompt, Sample
@@ -26,12 +27,17 @@ class Entry:
     """Why, in words; empty for a trained group."""
     samples: tuple[Sample, ...]
     rewards: tuple[float, ...]
-    oldest_version: int | None
-    """Oldest version that generated any of its tokens; None if nothing was generated."""
     trained_version: int | None
     """Version that trained it; None unless trained."""
     attempts: int
     """Times it was generated; more than one after an engine failure or a retry for staleness."""
+    engines: tuple[int, ...]
+    """Engines that worked on it, in turn."""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest version that generated any of its tokens; None if nothing was generated."""
+        return min((sample.oldest_version for sample in self.samples), default=None)
 
     @property
     def staleness(self) -> int | None:
@@ -42,27 +48,28 @@ class Entry:
 
 
 class Ledger:
-    """Admissions and fates of a run."""
+    """Admissions and fates of a run. It keeps counts; the entries go to `sink`, so that it never grows."""
 
-    def __init__(self) -> None:
-        self._open: dict[int, Prompt] = {}
+    def __init__(self, sink: Callable[[Entry], None]) -> None:
+        self._sink = sink
+        self._open: set[int] = set()
         self._fates: Counter[Fate] = Counter()
-        self.entries: list[Entry] = []
         self.admitted = 0
 
-    def admit(self, group_id: int, prompt: Prompt) -> None:
+    def admit(self, group_id: int) -> None:
         """A group comes in; raises `LedgerError` if its id was seen before."""
         if group_id != self.admitted:
             raise LedgerError(f"ledger: group {group_id} admitted out of turn, expected {self.admitted}")
         self.admitted += 1
-        self._open[group_id] = prompt
+        self._open.add(group_id)
 
     def settle(self, entry: Entry) -> None:
         """A group leaves; raises `LedgerError` if it is not in flight."""
-        if self._open.pop(entry.group_id, None) is None:
+        if entry.group_id not in self._open:
             raise LedgerError(f"ledger: group {entry.group_id} has a second fate ({entry.fate}) or was never admitted")
+        self._open.remove(entry.group_id)
         self._fates[entry.fate] += 1
-        self.entries.append(entry)
+        self._sink(entry)
 
     def check(self, in_flight: int) -> None:
         """Compare the account with the number of groups the caller really holds."""

@@ -1,48 +1,135 @@
-"""What a run measures, written as JSON lines while it happens; read by the report and the summary.
+"""What a run measures, written while it happens: `metrics.jsonl` and `ledger.parquet`; read by report and summary.
 
-One record a line, `kind` first: `step`, `queue`, `refresh`, `event`. Times `t` are seconds since the recorder started.
-Step time is `train_wait_s + train_s + publish_s`: each second of the trainer counts once.
+metrics.jsonl has one record a line, `kind` first: `step`, `queue`, `refresh`, `event`. Times `t` are seconds since the
+recorder started. Step time is `train_wait_s + train_s + publish_s`: each second of the trainer counts once.
+ledger.parquet has one row for each group that has its fate; `LEDGER` names the columns.
 """
 
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from forebay.control.controller import Batch, Controller, Group, Stage
-from forebay.control.types import RefreshRecord, Sample
+from forebay.control.ledger import Entry
+from forebay.control.types import Fate, RefreshRecord
 from forebay.control.wire import StepReport
+
+ROWS = 512
+"""Ledger rows kept in memory before they are written."""
+
+LEDGER = pa.schema(
+    [
+        ("group_id", pa.int64()),
+        ("prompt_id", pa.string()),
+        ("fate", pa.string()),
+        ("reason", pa.string()),
+        ("engines", pa.list_(pa.int32())),
+        ("attempts", pa.int32()),
+        ("admitted_t", pa.float64()),
+        ("finished_t", pa.float64()),
+        ("settled_t", pa.float64()),
+        ("tokens", pa.int64()),
+        ("lengths", pa.list_(pa.int32())),
+        ("predicted_length", pa.float64()),
+        ("rewards", pa.list_(pa.float64())),
+        ("reward_mean", pa.float64()),
+        ("oldest_version", pa.int64()),
+        ("newest_version", pa.int64()),
+        ("mean_version", pa.float64()),
+        ("trained_version", pa.int64()),
+        ("staleness", pa.int64()),
+    ]
+)
+"""Times in seconds since the training began; versions are policy versions, `mean_version` weighted by tokens."""
 
 
 class Recorder:
-    """Writes `metrics.jsonl` and keeps the few series that the summary needs."""
+    """Writes the two files and keeps the few series that the summary needs."""
 
     def __init__(
-        self, path: Path, on_step: Callable[[dict[str, Any]], None], clock: Callable[[], float] = time.monotonic
-    ):
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self, folder: Path, on_step: Callable[[dict[str, Any]], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._file: TextIO = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._ledger = pq.ParquetWriter(folder / "ledger.parquet", LEDGER)  # type: ignore[no-untyped-call]
         self._on_step, self._clock, self._start = on_step, clock, clock()
+        self._rows: list[dict[str, Any]] = []
+        self._admitted: dict[int, float] = {}
+        self._finished: dict[int, float] = {}
+        self._token_age = [0.0, 0]
         self.steps: list[dict[str, Any]] = []
-        self.staleness: list[int] = []
-        """Of each trained group, in versions."""
+        self.staleness: Counter[int] = Counter()
+        """Trained groups by staleness in versions."""
         self.pauses: list[float] = []
-        self.tokens = 0
-        """Response tokens that engines have delivered."""
+        self.tokens = self.tokens_recomputed = 0
+        """Response tokens of finished groups; tokens whose KV cache was computed again after a refresh."""
 
     def close(self) -> None:
+        self._flush()
+        self._ledger.close()  # type: ignore[no-untyped-call]
         self._file.close()
 
     @property
     def elapsed(self) -> float:
         return self._clock() - self._start
 
+    @property
+    def token_staleness(self) -> float:
+        """Mean over all trained tokens of the versions between a token and its training."""
+        return self._token_age[0] / self._token_age[1] if self._token_age[1] else 0.0
+
+    def dispatched(self, group: Group) -> None:
+        self._admitted.setdefault(group.group_id, self.elapsed)
+
+    def generated(self, group: Group) -> None:
+        self.tokens += group.tokens
+        self._finished[group.group_id] = self.elapsed
+
+    def settled(self, entry: Entry) -> None:
+        """The ledger's sink: one row."""
+        samples = [sample for sample in entry.samples if sample.ids]
+        tokens = sum(len(sample.ids) for sample in samples)
+        mean = sum(sample.mean_version * len(sample.ids) for sample in samples) / tokens if tokens else None
+        if entry.fate is Fate.TRAINED and entry.staleness is not None and entry.trained_version is not None:
+            self.staleness[entry.staleness] += 1
+            self._token_age[0] += tokens * (entry.trained_version - (mean or 0.0))
+            self._token_age[1] += tokens
+        self._rows.append(
+            {
+                "group_id": entry.group_id,
+                "prompt_id": entry.prompt.prompt_id,
+                "fate": entry.fate.value,
+                "reason": entry.reason,
+                "engines": entry.engines,
+                "attempts": entry.attempts,
+                "admitted_t": self._admitted.pop(entry.group_id, None),
+                "finished_t": self._finished.pop(entry.group_id, None),
+                "settled_t": self.elapsed,
+                "tokens": tokens,
+                "lengths": [len(sample.ids) for sample in entry.samples],
+                "predicted_length": entry.prompt.predicted_length,
+                "rewards": entry.rewards,
+                "reward_mean": statistics.fmean(entry.rewards) if entry.rewards else None,
+                "oldest_version": entry.oldest_version,
+                "newest_version": max((span.version for sample in samples for span in sample.versions), default=None),
+                "mean_version": mean,
+                "trained_version": entry.trained_version,
+                "staleness": entry.staleness,
+            }
+        )
+        if len(self._rows) >= ROWS:
+            self._flush()
+
     def step(self, report: StepReport, batch: Batch, controller: Controller) -> None:
         """A step was trained."""
         groups = batch.groups + batch.skipped
         ages = [batch.version - group.oldest_version for group in batch.groups]
-        self.staleness.extend(ages)
         # Ours win over the trainer's of the same name: the trainer sees only the groups that teach.
         record: dict[str, Any] = report.metrics | {
             "t": round(self.elapsed, 4),
@@ -52,12 +139,13 @@ class Recorder:
             "train_wait_s": report.train_wait_s,
             "train_s": report.train_s,
             "publish_s": report.publish_s,
-            "reward_mean": statistics.fmean(_rewards(groups)),
+            "reward_mean": statistics.fmean(reward for group in groups for reward in group.rewards),
             "response_length_mean": statistics.fmean(len(sample.ids) for group in groups for sample in group.samples),
             "staleness_mean": statistics.fmean(ages) if ages else None,
             "staleness_max": max(ages, default=None),
             "queue_groups": controller.count(Stage.QUEUED),
             "in_flight_groups": controller.count(Stage.GENERATING),
+            "credits_batches": controller.credits.batches,
             "trained_groups": len(batch.groups),
             "filtered_groups": len(batch.skipped),
             "tokens_generated": self.tokens,
@@ -67,24 +155,23 @@ class Recorder:
         self._on_step(record)
 
     def queue(self, controller: Controller) -> None:
-        self._write(
-            "queue",
-            {
-                "queued": controller.count(Stage.QUEUED),
-                "in_flight": controller.count(Stage.GENERATING),
-                "version": controller.published,
-            },
-        )
+        counts = {"queued": controller.count(Stage.QUEUED), "in_flight": controller.count(Stage.GENERATING)}
+        self._write("queue", counts | {"version": controller.published})
 
     def refreshed(self, engine: int, record: RefreshRecord) -> None:
         self.pauses.append(record.pause_s)
-        self._write("refresh", {"engine": engine, "version": record.version, "pause_s": record.pause_s})
-
-    def generated(self, samples: Sequence[Sample]) -> None:
-        self.tokens += sum(len(sample.ids) for sample in samples)
+        self.tokens_recomputed += record.tokens_recomputed
+        values = {"engine": engine, "version": record.version, "pause_s": record.pause_s}
+        values |= {"tokens_recomputed": record.tokens_recomputed, "tokens_discarded": record.tokens_discarded}
+        self._write("refresh", values)
 
     def event(self, name: str, **values: Any) -> None:
         self._write("event", {"name": name, **values}, flush=True)
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._ledger.write_table(pa.Table.from_pylist(self._rows, schema=LEDGER))  # type: ignore[no-untyped-call]
+            self._rows = []
 
     def _write(self, kind: str, record: dict[str, Any], flush: bool = False) -> None:
         line = {"kind": kind, "t": round(self.elapsed, 4)} | record
@@ -93,5 +180,16 @@ class Recorder:
             self._file.flush()
 
 
-def _rewards(groups: Sequence[Group]) -> list[float]:
-    return [reward for group in groups for reward in group.rewards]
+def quantile(histogram: Counter[int], share: float) -> int:
+    """The smallest value that at least this share of the counted ones does not exceed; 0 for none."""
+    left = share * histogram.total()
+    for value in sorted(histogram):
+        left -= histogram[value]
+        if left <= 1e-9:
+            return value
+    return 0
+
+
+def mean(histogram: Counter[int]) -> float:
+    total = histogram.total()
+    return sum(value * count for value, count in histogram.items()) / total if total else 0.0

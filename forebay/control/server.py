@@ -15,7 +15,15 @@ from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
 from forebay.control.unit import ControlUnit
-from forebay.control.wire import MEDIA_TYPE, BatchRequest, SnapshotReport, StepReport, pack_batch, unpack
+from forebay.control.wire import (
+    MEDIA_TYPE,
+    BatchRequest,
+    CheckpointReport,
+    SnapshotReport,
+    StepReport,
+    pack_batch,
+    unpack,
+)
 from forebay.errors import DeadlineError, ForebayError
 
 START_TIMEOUT_S = 30.0
@@ -45,10 +53,12 @@ def control_app(unit: ControlUnit, token: str) -> FastAPI:
         message = unpack(BatchRequest, await request.body())
         if unit.is_over:
             return JSONResponse({"reason": "the run is over"}, status_code=410)
-        batch = await unit.next_batch(message.step)
-        if batch is None:
-            return Response(status_code=204)
-        return Response(pack_batch(batch), media_type=MEDIA_TYPE)
+        if message.streaming:
+            chunk = await unit.next_groups(message.step, message.received)
+        else:
+            batch = await unit.next_batch(message.step)
+            chunk = None if batch is None else (batch, True)
+        return Response(status_code=204) if chunk is None else Response(pack_batch(*chunk), media_type=MEDIA_TYPE)
 
     @app.post("/v1/steps")
     async def step(request: Request) -> dict[str, bool]:
@@ -58,6 +68,11 @@ def control_app(unit: ControlUnit, token: str) -> FastAPI:
     @app.post("/v1/snapshots")
     async def snapshot(request: Request) -> dict[str, bool]:
         await unit.snapshot_published(unpack(SnapshotReport, await request.body()))
+        return {"ok": True}
+
+    @app.post("/v1/checkpoints")
+    async def checkpoint(request: Request) -> dict[str, bool]:
+        unit.checkpointed(unpack(CheckpointReport, await request.body()))
         return {"ok": True}
 
     @app.get("/v1/status")

@@ -1,15 +1,21 @@
 """The prompts in schedule order, epoch after epoch.
 
-Invariant: within an epoch every prompt comes exactly once. An epoch's end is not an end: the next one follows with
-its batch groups in another order, so a run never spins on an empty data set.
+Invariants:
+- Within an epoch every prompt comes exactly once. An epoch's end is not an end: the next one follows with its batch
+  groups in another order, so a run never spins on an empty data set.
+- A minibatch is overtaken by at most `WINDOW` others, however often short ones are preferred.
 """
 
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from forebay.control.types import Prompt
 
 Minibatch = tuple[Prompt, ...]
+
+WINDOW = 4
+"""Minibatches looked at when the queue runs low."""
 
 
 def scheduled(batch_groups: Sequence[Sequence[Minibatch]], seed: int) -> Iterator[Minibatch]:
@@ -25,3 +31,38 @@ def scheduled(batch_groups: Sequence[Sequence[Minibatch]], seed: int) -> Iterato
         for index in order:
             yield from (tuple(minibatch) for minibatch in batch_groups[index] if minibatch)
         rng.shuffle(order)
+
+
+class Intake:
+    """Hands out prompts; a minibatch may be taken in parts, and its rest comes before any other."""
+
+    def __init__(self, source: Iterator[Minibatch]) -> None:
+        self._source = source
+        self._current: deque[Prompt] = deque()
+        self._ahead: deque[tuple[Minibatch, list[int]]] = deque()
+
+    def peek(self, hurry: bool) -> Prompt:
+        """The next prompt. `hurry`: if a new minibatch starts, let it be the one that finishes soonest."""
+        if not self._current:
+            self._current.extend(self._next(hurry))
+        return self._current[0]
+
+    def take(self) -> Prompt:
+        """Remove and return the prompt that `peek` showed."""
+        return self._current.popleft()
+
+    @property
+    def left_in_minibatch(self) -> int:
+        return len(self._current)
+
+    def _next(self, hurry: bool) -> Minibatch:
+        while len(self._ahead) < WINDOW:
+            self._ahead.append((next(self._source), [0]))
+        chosen = 0
+        if hurry and self._ahead[0][1][0] < WINDOW:
+            chosen = min(range(WINDOW), key=lambda i: max(p.predicted_length for p in self._ahead[i][0]))
+        for i in range(chosen):
+            self._ahead[i][1][0] += 1
+        minibatch = self._ahead[chosen][0]
+        del self._ahead[chosen]
+        return minibatch

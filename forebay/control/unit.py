@@ -10,20 +10,28 @@ Invariants:
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from forebay.control.controller import Batch, Controller, Engine, Group, Stage
 from forebay.control.ledger import LedgerError
 from forebay.control.recorder import Recorder
-from forebay.control.types import EngineFailure, GenerationEngine, RequestRefused, Snapshot
-from forebay.control.wire import SnapshotReport, StepReport
+from forebay.control.types import EngineFailure, GenerationAborted, GenerationEngine, RequestRefused, Snapshot
+from forebay.control.wire import CheckpointReport, SnapshotReport, StepReport
 from forebay.errors import DataError, DeadlineError, RunError
 
 QUEUE_PERIOD_S = 0.2
 """How often queue and flight are recorded."""
 POLL_S = 20.0
 """Longest time that one request for a batch is held open."""
+STRIKES = 3
+"""Failures in a row after which an engine that says it is healthy is restarted all the same."""
+LONGEST_BACKOFF_S = 30.0
+"""Longest wait before the restart of an engine."""
+
+AnswerT = TypeVar("AnswerT")
 
 
 class Scorer(Protocol):
@@ -39,8 +47,25 @@ class Fleet(Protocol):
     @property
     def engines(self) -> Sequence[GenerationEngine]: ...
 
+    async def in_order(self, index: int) -> bool:
+        """Whether the engine runs and answers."""
+
     async def restart(self, index: int) -> None:
         """End what is left of the engine and start it anew, with the start model."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """What the Control Unit bears before it acts."""
+
+    stall_timeout_s: float
+    """Without any progress the run ends."""
+    max_restarts: int
+    """Of engines, all together; one more ends the run."""
+    group_deadline_s: float | None = None
+    """A group that is generated for longer is made afresh."""
+    backoff_s: float = 1.0
+    """Wait before the first restart of an engine; it doubles with each, up to `LONGEST_BACKOFF_S`."""
 
 
 class ControlUnit:
@@ -54,34 +79,39 @@ class ControlUnit:
         recorder: Recorder,
         *,
         seed: int,
-        stall_timeout_s: float,
-        max_restarts: int,
+        patience: Patience,
     ) -> None:
         self.controller = controller
+        self.engine_restarts = 0
         self._fleet, self._scorer, self._recorder = fleet, scorer, recorder
-        self._seed, self._stall_timeout_s = seed, stall_timeout_s
-        self._restarts_left = max_restarts
+        self._seed, self._patience = seed, patience
         self._snapshot: Snapshot | None = None
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._recovering: set[int] = set()
+        self._strikes: Counter[int] = Counter()
         self._last_progress = time.monotonic()
         self._over: asyncio.Future[None] | None = None
 
     # ---- for the owner
 
-    async def run(self, trainer_alive: Callable[[], None]) -> None:
-        """Until the last step is trained; raises what ended the run early. `trainer_alive` raises if it died."""
+    async def run(self, check_trainer: Callable[[], None]) -> None:
+        """Until the last step is trained; raises what ended the run early. `check_trainer` raises if it is lost."""
         self._over = asyncio.get_running_loop().create_future()
         self._last_progress = time.monotonic()
         for index in range(len(self._fleet.engines)):
             self.controller.engine_joined(index, 0)
-        self._spawn(self._watch(trainer_alive))
+        self._spawn(self._watch(check_trainer))
         self._pump()
         try:
             await self._over
         finally:
             await self._end_tasks()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error; the first one counts."""
+        if self._over is not None and not self._over.done():
+            self._over.set_exception(error)
 
     # ---- for the server
 
@@ -91,35 +121,23 @@ class ControlUnit:
         return self.controller.finished or (self._over is not None and self._over.done())
 
     async def next_batch(self, step: int) -> Batch | None:
-        """The batch of a step, or None after `POLL_S` or at the end of the run."""
-        deadline = time.monotonic() + POLL_S
-        async with self._changed:
-            while True:
-                if self.is_over:
-                    return None
-                batch = self.controller.next_batch(step)
-                self._pump()
-                if batch is not None:
-                    self._progress()
-                    return batch
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return None
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), left)
+        """The whole batch of a step, or None after `POLL_S` or at the end of the run."""
+        return await self._wait_for(lambda: self.controller.next_batch(step))
+
+    async def next_groups(self, step: int, received: int) -> tuple[Batch, bool] | None:
+        """The groups of a step after the first `received`, and whether that is all; None as `next_batch`."""
+        return await self._wait_for(lambda: self.controller.next_groups(step, received))
 
     async def step_trained(self, report: StepReport) -> None:
-        """A step is done. A report that comes twice (its answer was lost) counts once."""
-        if report.step == self.controller.steps_trained:
-            return
-        batch = self.controller.next_batch(report.step)
-        if batch is None:
-            raise RunError(f"control: step {report.step} was reported before its batch was taken")
+        """A step is done. A report that comes twice (its answer was lost, or the trainer was) counts once."""
+        total = report.train_wait_s + report.train_s + report.publish_s
         try:
-            self.controller.step_trained(report.step)
+            batch = self.controller.step_trained(report.step, report.train_wait_s / total if total else 0.0)
         except LedgerError as error:
             self.fail(error)
             raise
+        if batch is None:
+            return
         self._recorder.step(report, batch, self.controller)
         await self._wake()
         if self.controller.finished and self._over is not None and not self._over.done():
@@ -127,11 +145,13 @@ class ControlUnit:
 
     async def snapshot_published(self, report: SnapshotReport) -> None:
         """New weights can be loaded. A report that comes twice counts once."""
-        if report.version == self.controller.published:
-            return
-        self.controller.snapshot_published(report.version)
-        self._snapshot = Snapshot(report.version, report.path, report.manifest_sha256)
-        await self._wake()
+        if self.controller.snapshot_published(report.version):
+            self._snapshot = Snapshot(report.version, report.path, report.manifest_sha256)
+            await self._wake()
+
+    def checkpointed(self, report: CheckpointReport) -> None:
+        """The trainer can go on from after this step."""
+        self.controller.checkpointed(report.step)
 
     def status(self) -> dict[str, Any]:
         """For people and probes."""
@@ -143,6 +163,7 @@ class ControlUnit:
             "queued": controller.count(Stage.QUEUED),
             "generating": controller.count(Stage.GENERATING),
             "training_step": controller.training_step,
+            "credits": controller.credits.batches,
             "engines": {key: engine.version for key, engine in controller.engines.items()},
             "fates": controller.ledger.fates(),
         }
@@ -153,29 +174,36 @@ class ControlUnit:
         """Carry out every decision that is open now."""
         while (dispatch := self.controller.next_dispatch()) is not None:
             for group in dispatch.groups:
+                self._recorder.dispatched(group)
                 self._spawn(self._generate(group, group.attempts, dispatch.engine))
-        index = self.controller.next_refresh()
-        if index is not None and index not in self._recovering and self._snapshot is not None:
+        while self._snapshot is not None and (index := self.controller.next_refresh()) is not None:
             self.controller.refresh_started(index)
             self._spawn(self._refresh(index, self.controller.engines[index], self._snapshot))
 
     async def _generate(self, group: Group, attempt: int, index: int) -> None:
-        rules = self.controller.rules
         seed = (self._seed * 1_000_003 + group.group_id) * 101 + attempt
+        engine, limit = self._fleet.engines[index], self._patience.group_deadline_s
         try:
-            samples = await self._fleet.engines[index].generate(group.prompt.ids, rules.group_size, seed)
+            async with asyncio.timeout(limit) as timer:
+                samples = await engine.generate(group.prompt.ids, group.prefixes, seed)
+        except TimeoutError:
+            if limit is None or not timer.expired():
+                raise
+            self.controller.deadline_passed(group.group_id, attempt, limit)
+        except GenerationAborted as stop:
+            self.controller.aborted(group.group_id, attempt, stop.partials)
         except EngineFailure as failure:
-            if self.controller.generation_failed(group.group_id, attempt):
-                await self._recover(index, failure)
-            await self._wake()
+            if self.controller.generation_failed(group.group_id, attempt, failure.partials):
+                await self._engine_failed(index, failure)
         except RequestRefused as refusal:
             self.controller.refused(group.group_id, attempt, str(refusal))
-            await self._wake()
         else:
+            self._strikes.pop(index, None)
             if self.controller.generated(group.group_id, attempt, tuple(samples)):
-                self._recorder.generated(samples)
+                self._recorder.generated(group)
                 await self._wake()
                 await self._score(group)
+        await self._wake()
 
     async def _score(self, group: Group) -> None:
         responses = [(sample.ids, sample.finish_reason == "stop") for sample in group.samples]
@@ -185,11 +213,10 @@ class ControlUnit:
             self.controller.scoring_failed(group.group_id, str(fault))
         else:
             self.controller.scored(group.group_id, tuple(float(reward) for reward in rewards))
-        await self._wake()
 
     async def _refresh(self, index: int, engine: Engine, snapshot: Snapshot) -> None:
         try:
-            record = await self._fleet.engines[index].refresh(snapshot)
+            record = await self._fleet.engines[index].refresh(snapshot, self.controller.rules.refresh)
         except EngineFailure as failure:
             if self.controller.engines.get(index) is engine:
                 await self._recover(index, failure)
@@ -199,34 +226,55 @@ class ControlUnit:
             self._recorder.refreshed(index, record)
         await self._wake()
 
+    async def _engine_failed(self, index: int, failure: EngineFailure) -> None:
+        """One call failed: bear it from an engine that is in order otherwise, else recover the engine."""
+        if index not in self.controller.engines:
+            return
+        self._strikes[index] += 1
+        if self._strikes[index] < STRIKES and await self._fleet.in_order(index):
+            self._recorder.event("call_failed", engine=index, reason=str(failure))
+        elif index in self.controller.engines:
+            await self._recover(index, failure)
+
     async def _recover(self, index: int, failure: EngineFailure) -> None:
         """Take the engine out, start it anew, bring it to the newest snapshot, give it work again."""
-        self._recovering.add(index)
         self.controller.engine_lost(index)
-        self._recorder.event("engine_lost", engine=index, reason=str(failure))
-        await self._wake()
-        if self._restarts_left <= 0:
-            raise RunError(f"engine {index} failed and no restart is left (generation.max_restarts): {failure}")
-        self._restarts_left -= 1
-        await self._fleet.restart(index)
-        version = 0
-        while self._snapshot is not None and version < self._snapshot.version:
-            version = (await self._fleet.engines[index].refresh(self._snapshot)).version
+        self._recovering.add(index)
+        self._strikes.pop(index, None)
+        version: int | None = None
+        while version is None:
+            self._recorder.event("engine_lost", engine=index, reason=str(failure))
+            await self._wake()
+            if self.engine_restarts >= self._patience.max_restarts:
+                raise RunError(f"engine {index} failed and no restart is left (generation.max_restarts): {failure}")
+            await asyncio.sleep(min(self._patience.backoff_s * 2.0**self.engine_restarts, LONGEST_BACKOFF_S))
+            self.engine_restarts += 1
+            await self._fleet.restart(index)
+            try:
+                version = await self._catch_up(index)
+            except EngineFailure as again:
+                failure = again
         self._recovering.discard(index)
         self.controller.engine_joined(index, version)
         self._recorder.event("engine_joined", engine=index, version=version)
         await self._wake()
 
+    async def _catch_up(self, index: int) -> int:
+        version = 0
+        while self._snapshot is not None and version < self._snapshot.version:
+            version = (await self._fleet.engines[index].refresh(self._snapshot, "retract")).version
+        return version
+
     # ---- time
 
-    async def _watch(self, trainer_alive: Callable[[], None]) -> None:
-        """Record the queue, notice a dead trainer, end a run that makes no progress."""
+    async def _watch(self, check_trainer: Callable[[], None]) -> None:
+        """Record the queue, look after the trainer, end a run that makes no progress."""
         while True:
             await asyncio.sleep(QUEUE_PERIOD_S)
             self._recorder.queue(self.controller)
-            trainer_alive()
+            check_trainer()
             idle = time.monotonic() - self._last_progress
-            if idle > self._stall_timeout_s:
+            if idle > self._patience.stall_timeout_s:
                 raise DeadlineError(
                     f"control: no progress for {idle:.0f} s (control.stall_timeout_s): {self._culprit()}"
                 )
@@ -247,14 +295,27 @@ class ControlUnit:
             return f"{controller.count(Stage.SCORING)} groups wait for their rewards"
         return f"the trainer has not asked for step {controller.steps_trained + 1}"
 
-    def _progress(self) -> None:
-        self._last_progress = time.monotonic()
-
     # ---- plumbing
+
+    async def _wait_for(self, ask: Callable[[], AnswerT | None]) -> AnswerT | None:
+        deadline = time.monotonic() + POLL_S
+        async with self._changed:
+            while not self.is_over:
+                answer = ask()
+                self._pump()
+                if answer is not None:
+                    self._last_progress = time.monotonic()
+                    return answer
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), left)
+        return None
 
     async def _wake(self) -> None:
         """Something happened: decide again, and let the waiting trainer look."""
-        self._progress()
+        self._last_progress = time.monotonic()
         self._pump()
         async with self._changed:
             self._changed.notify_all()
@@ -269,11 +330,6 @@ class ControlUnit:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
-
-    def fail(self, error: BaseException) -> None:
-        """End the run with this error; the first one counts."""
-        if self._over is not None and not self._over.done():
-            self._over.set_exception(error)
 
     async def _end_tasks(self) -> None:
         tasks = list(self._tasks)

@@ -1,8 +1,11 @@
 """What the Control Unit and the trainer say to each other, as msgpack maps. Never pickle.
 
 `POST /v1/batches/next` {step} -> 200 batch | 204 not yet, ask again | 410 {reason}: the run is over
+    batch: {step, version, groups, complete}. With {step, streaming: true, received: m} the groups of the step after
+    the first m come as they are ready, `complete` with the last ones.
 `POST /v1/steps`        {step, train_wait_s, train_s, publish_s, metrics}
 `POST /v1/snapshots`    {version, path, manifest_sha256}
+`POST /v1/checkpoints`  {step}: the trainer can go on from after this step
 """
 
 from typing import Any, TypeVar
@@ -24,6 +27,9 @@ class BatchRequest(_Message):
     """The trainer wants the batch of this step (1 is the first)."""
 
     step: int = Field(ge=1)
+    streaming: bool = False
+    received: int = Field(default=0, ge=0)
+    """Groups of this step that the trainer has (streaming only)."""
 
 
 class StepReport(_Message):
@@ -34,6 +40,12 @@ class StepReport(_Message):
     train_s: float = Field(ge=0)
     publish_s: float = Field(ge=0)
     metrics: dict[str, float]
+
+
+class CheckpointReport(_Message):
+    """The trainer's state after this step is safe on disk."""
+
+    step: int = Field(ge=1)
 
 
 class SnapshotReport(_Message):
@@ -55,13 +67,15 @@ def unpack(kind: type[MessageT], body: bytes) -> MessageT:
         raise RunError(f"control: a malformed {kind.__name__}: {' '.join(str(error).split())[:200]}") from None
 
 
-def pack_batch(batch: Batch) -> bytes:
-    """The batch as the trainer reads it: only groups that teach, each with its staleness."""
+def pack_batch(batch: Batch, complete: bool = True) -> bytes:
+    """The batch as the trainer reads it: only groups that teach, each with its staleness. `complete`: these are the
+    step's last ones."""
     return bytes(
         msgpack.packb(
             {
                 "step": batch.step,
                 "version": batch.version,
+                "complete": complete,
                 "groups": [_group(group, batch.version) for group in batch.groups],
             }
         )

@@ -5,13 +5,14 @@ import itertools
 
 import httpx
 import msgpack
+import pyarrow.parquet as pq
 import pytest
 
 from forebay.control.controller import Controller, Rules
 from forebay.control.recorder import Recorder
 from forebay.control.server import control_app
-from forebay.control.types import EngineFailure, Fate, Prompt, RefreshRecord, RequestRefused, Sample, VersionSpan
-from forebay.control.unit import ControlUnit
+from forebay.control.types import EngineFailure, Prompt, RefreshRecord, RequestRefused, Sample, VersionSpan
+from forebay.control.unit import ControlUnit, Patience
 from forebay.control.wire import SnapshotReport, StepReport
 from forebay.errors import DataError, DeadlineError, RunError
 
@@ -23,32 +24,45 @@ class StubEngine:
         self.version = 0
         self.calls = 0
         self.seeds = []
+        self.prefixes = []
         self.fail_on = set()
         self.refuse = set()
         self.hang = False
+        self.slow = set()
+        self.modes = []
 
-    async def generate(self, prompt_ids, n, seed):
+    async def generate(self, prompt_ids, prefixes, seed):
         self.calls += 1
         self.seeds.append(seed)
+        self.prefixes.append(prefixes)
         if self.hang:
             await asyncio.sleep(60)
+        if self.calls in self.slow:
+            await asyncio.sleep(60)
         if self.calls in self.fail_on:
-            raise EngineFailure("engine 0: connection reset")
+            partial = Sample((4,), (-0.5,), (VersionSpan(self.version, 0, 1),), None)
+            raise EngineFailure("engine 0: connection reset", [partial, *prefixes[1:]])
         if tuple(prompt_ids) in self.refuse:
             raise RequestRefused("the prompt is too long")
         version = self.version
         await asyncio.sleep(0.001)
-        return [Sample((4, 1), (-0.5, -0.1), (VersionSpan(version, 0, 2),), "stop") for _ in range(n)]
+        return [Sample((4, 1), (-0.5, -0.1), (VersionSpan(version, 0, 2),), "stop") for _ in prefixes]
 
-    async def refresh(self, snapshot):
+    async def refresh(self, snapshot, mode):
+        self.modes.append(mode)
         self.version = snapshot.version
-        return RefreshRecord(snapshot.version, 0.01)
+        return RefreshRecord(snapshot.version, 0.01, 7, 0)
 
 
 class StubFleet:
     def __init__(self, count=1):
         self.engines = [StubEngine() for _ in range(count)]
         self.restarted = []
+        self.healthy = False
+        self.broken_restarts = 0
+
+    async def in_order(self, index):
+        return self.healthy
 
     async def restart(self, index):
         self.restarted.append(index)
@@ -67,11 +81,17 @@ def prompts():
         yield (Prompt(f"p{number}", (number,), "bad" if number == 3 else "good", "null", 5.0),)
 
 
-def build(tmp_path, fleet, *, stall=30.0, restarts=2, on_step=lambda record: None):
-    rules = Rules(STEPS, 4, 2, 1, 2, 2.0, 64)
-    recorder = Recorder(tmp_path / "metrics.jsonl", on_step)
-    controller = Controller(rules, prompts())
-    return ControlUnit(controller, fleet, StubScorer(), recorder, seed=1, stall_timeout_s=stall, max_restarts=restarts)
+def build(tmp_path, fleet, *, stall=30.0, restarts=2, deadline=None, on_step=lambda record: None, **changes):
+    rules = Rules(STEPS, 4, 2, 1, 2, 2.0, 64, **changes)
+    recorder = Recorder(tmp_path, on_step)
+    controller = Controller(rules, prompts(), recorder.settled)
+    patience = Patience(stall, restarts, deadline, backoff_s=0.0)
+    return ControlUnit(controller, fleet, StubScorer(), recorder, seed=1, patience=patience)
+
+
+def ledger(unit, tmp_path):
+    unit._recorder.close()
+    return pq.read_table(tmp_path / "ledger.parquet").to_pylist()
 
 
 async def stub_trainer(unit):
@@ -106,8 +126,12 @@ def test_a_run_trains_every_step_and_accounts_for_a_bad_row(tmp_path):
     drive(unit)
     fates = unit.controller.ledger.fates()
     assert fates == {"admitted": 21, "trained": 20, "filtered": 0, "stale": 0, "failed": 1, "in_flight": 0}
-    failed = [entry for entry in unit.controller.ledger.entries if entry.fate is Fate.FAILED]
-    assert failed[0].reason == "reward math: no number in the answer"
+    rows = ledger(unit, tmp_path)
+    assert sorted(row["group_id"] for row in rows) == list(range(21))
+    assert [row["reason"] for row in rows if row["fate"] == "failed"] == ["reward math: no number in the answer"]
+    trained = [row for row in rows if row["fate"] == "trained"]
+    assert all(0 <= row["admitted_t"] <= row["finished_t"] <= row["settled_t"] for row in trained)
+    assert all(row["staleness"] == row["trained_version"] - row["oldest_version"] <= 2 for row in trained)
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     assert records[0]["step_time_s"] == pytest.approx(0.3)
     assert len(set(fleet.engines[0].seeds)) == fleet.engines[0].calls
@@ -120,7 +144,38 @@ def test_a_dead_engine_is_restarted_refreshed_and_its_groups_are_generated_again
     drive(unit)
     assert fleet.restarted == [0]
     assert unit.controller.ledger.fates()["trained"] == 20
-    assert max(entry.attempts for entry in unit.controller.ledger.entries) >= 2
+    assert unit.engine_restarts == 1
+    assert max(row["attempts"] for row in ledger(unit, tmp_path)) >= 2
+    again = [prefixes for engine in fleet.engines for prefixes in engine.prefixes if any(p.ids for p in prefixes)]
+    assert again  # the token that was known before the failure is continued from
+    assert fleet.engines[0].version == STEPS
+
+
+def test_a_failed_call_on_a_healthy_engine_costs_no_restart(tmp_path):
+    fleet = StubFleet()
+    fleet.healthy = True
+    fleet.engines[0].fail_on = {2, 5}
+    unit = build(tmp_path, fleet)
+    drive(unit)
+    assert fleet.restarted == []
+    assert unit.controller.ledger.fates()["trained"] == 20
+
+
+def test_a_straggler_past_its_deadline_is_made_afresh(tmp_path):
+    fleet = StubFleet()
+    fleet.engines[0].slow = {1}
+    unit = build(tmp_path, fleet, deadline=0.2)
+    drive(unit)
+    rows = {row["group_id"]: row for row in ledger(unit, tmp_path)}
+    assert (rows[0]["fate"], rows[0]["attempts"]) == ("trained", 2)
+
+
+def test_engines_refresh_in_the_mode_of_the_rules(tmp_path):
+    fleet = StubFleet(2)
+    unit = build(tmp_path, fleet, refresh="drain", refresh_all=True)
+    drive(unit)
+    assert {mode for engine in fleet.engines for mode in engine.modes} == {"drain"}
+    assert unit._recorder.tokens_recomputed == 7 * len(unit._recorder.pauses) > 0
 
 
 def test_too_many_restarts_end_the_run_with_the_reason(tmp_path):
@@ -190,6 +245,7 @@ def test_http_needs_the_token_and_speaks_msgpack(tmp_path):
                 snapshot = msgpack.packb(dict(version=step, path="x", manifest_sha256="0" * 64))
                 for _ in range(2):
                     assert (await client.post("/v1/snapshots", content=snapshot)).status_code == 200
+            assert (await client.post("/v1/checkpoints", content=msgpack.packb({"step": 3}))).status_code == 200
             over = await client.post("/v1/batches/next", content=msgpack.packb({"step": STEPS + 1}))
             assert over.status_code == 410
         await asyncio.wait_for(running, 5)
@@ -211,5 +267,30 @@ def test_a_bug_in_a_handler_ends_the_run_instead_of_starving_the_trainer(tmp_pat
             assert answer.status_code == 500
         with pytest.raises(TypeError):
             await asyncio.wait_for(running, 5)
+
+    asyncio.run(go())
+
+
+def test_groups_stream_over_http_until_the_batch_is_complete(tmp_path):
+    unit = build(tmp_path, StubFleet())
+
+    async def go():
+        running = asyncio.create_task(unit.run(lambda: None))
+        transport = httpx.ASGITransport(control_app(unit, "secret"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://cu") as client:
+            client.headers["authorization"] = "Bearer secret"
+            for step in range(1, STEPS + 1):
+                groups, complete = [], False
+                while not complete:
+                    body = msgpack.packb(dict(step=step, streaming=True, received=len(groups)))
+                    chunk = msgpack.unpackb((await client.post("/v1/batches/next", content=body)).content)
+                    groups += [group["group_id"] for group in chunk["groups"]]
+                    complete = chunk["complete"]
+                assert len(set(groups)) == 4
+                report = msgpack.packb(dict(step=step, train_wait_s=0.1, train_s=0.1, publish_s=0.0, metrics={}))
+                assert (await client.post("/v1/steps", content=report)).status_code == 200
+                snapshot = msgpack.packb(dict(version=step, path="x", manifest_sha256="0" * 64))
+                assert (await client.post("/v1/snapshots", content=snapshot)).status_code == 200
+        await asyncio.wait_for(running, 5)
 
     asyncio.run(go())

@@ -1,4 +1,5 @@
-"""The state machine under random events. The oracle keeps its own record of what engines and trainer really did."""
+"""The state machine under random events. The oracle is a world of engines and a trainer that keeps its own record of
+what was really generated, trained and published, and asks of the controller only that its promises hold there."""
 
 import itertools
 import random
@@ -11,6 +12,8 @@ from forebay.control.controller import Controller, Rules, Stage
 from forebay.control.ledger import LedgerError
 from forebay.control.types import Fate, Prompt, Sample, VersionSpan
 from forebay.errors import RunError
+
+LONGEST = 5
 
 
 def prompts():
@@ -33,23 +36,66 @@ def make_rules(**changes):
     return Rules(**(base | changes))
 
 
+def as_sample(tokens, finished):
+    """Tokens are (value, version) pairs."""
+    spans = []
+    for place, (_, version) in enumerate(tokens):
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, place + 1)
+        else:
+            spans.append(VersionSpan(version, place, place + 1))
+    values = tuple(value for value, _ in tokens)
+    return Sample(values, tuple(-0.1 for _ in values), tuple(spans), "stop" if finished else None)
+
+
+class Job:
+    """One group on one engine: the tokens of its responses, each with the version that really made it."""
+
+    def __init__(self, engine, group, rng):
+        self.engine, self.attempt = engine, group.attempts
+        self.lengths = [rng.randint(1, LONGEST) for _ in range(group.size)]
+        self.responses = [self.tokens_of(prefix) for prefix in group.prefixes]
+        self.lengths = [max(length, len(r)) for length, r in zip(self.lengths, self.responses, strict=True)]
+
+    @staticmethod
+    def tokens_of(sample):
+        return [
+            (value, next(span.version for span in sample.versions if span.start <= place < span.end))
+            for place, value in enumerate(sample.ids)
+        ]
+
+    def decode(self, version, serial):
+        for response, length in zip(self.responses, self.lengths, strict=True):
+            if len(response) < length:
+                response.append((next(serial), version))
+
+    @property
+    def done(self):
+        return all(len(r) == length for r, length in zip(self.responses, self.lengths, strict=True))
+
+    def samples(self):
+        return tuple(
+            as_sample(response, len(response) == length)
+            for response, length in zip(self.responses, self.lengths, strict=True)
+        )
+
+
 class World:
     """Engines and a trainer as they are, apart from what the controller believes."""
 
-    def __init__(self, rules, engines, seed):
-        self.rules, self.rng = rules, random.Random(seed)
-        self.controller = Controller(rules, prompts())
+    def __init__(self, rules, engines, seed, streaming=False):
+        self.rules, self.rng, self.streaming = rules, random.Random(seed), streaming
+        self.entries = []
+        self.controller = Controller(rules, prompts(), self.entries.append, streaming)
+        self.serial = itertools.count()
         self.engine_version = {}
-        self.work = {}  # group id -> (engine, oldest version that gave it a token)
-        self.scoring = set()
-        self.version = 0
-        self.steps = 0
-        self.trained = []
+        self.work = {}
+        self.scoring = {}
+        self.history = {}  # step -> ids of the groups it trained
+        self.received = []
+        self.version = self.steps = self.checkpoint = 0
         for key in range(engines):
             self.join(key)
-
-    def attempts(self, group_id):
-        return self.controller.groups[group_id].attempts
 
     def join(self, key):
         self.engine_version[key] = 0
@@ -60,29 +106,27 @@ class World:
             assert decision.groups
             for group in decision.groups:
                 assert group.group_id not in self.work
-                self.work[group.group_id] = (decision.engine, self.engine_version[decision.engine])
+                self.work[group.group_id] = Job(decision.engine, group, self.rng)
         for key in self.engine_version:
-            load = sum(engine == key for engine, _ in self.work.values())
+            load = sum(job.engine == key for job in self.work.values())
             assert load * self.rules.group_size <= self.rules.max_concurrent_samples
 
+    def decode(self):
+        for job in self.work.values():
+            job.decode(self.engine_version[job.engine], self.serial)
+
     def finish(self):
-        if not self.work:
-            return
-        group_id = self.rng.choice(sorted(self.work))
-        engine, oldest = self.work.pop(group_id)
-        newest = self.engine_version[engine]
-        spans = (
-            (VersionSpan(oldest, 0, 1), VersionSpan(newest, 1, 2)) if newest > oldest else (VersionSpan(oldest, 0, 2),)
-        )
-        samples = tuple(Sample((5, 6), (-0.1, -0.2), spans, "stop") for _ in range(self.rules.group_size))
-        assert self.controller.generated(group_id, self.attempts(group_id), samples)
-        self.scoring.add(group_id)
+        self.decode()
+        for group_id in [key for key, job in self.work.items() if job.done]:
+            job = self.work.pop(group_id)
+            assert self.controller.generated(group_id, job.attempt, job.samples())
+            self.scoring[group_id] = job.samples()
 
     def score(self):
         if not self.scoring:
             return
         group_id = self.rng.choice(sorted(self.scoring))
-        self.scoring.discard(group_id)
+        del self.scoring[group_id]
         kind = self.rng.random()
         if kind < 0.05:
             self.controller.scoring_failed(group_id, "bad answer")
@@ -90,70 +134,112 @@ class World:
             value = 1.0 if kind < 0.5 else 0.0
             self.controller.scored(group_id, (1.0, value) + (1.0,) * (self.rules.group_size - 2))
 
+    def take(self):
+        """The batch of the next step if it is complete, streamed or whole; groups are looked at when they come."""
+        step = self.steps + 1
+        if not self.streaming:
+            batch = self.controller.next_batch(step)
+            if batch is None:
+                return None
+            self.look_at(batch.groups + batch.skipped)
+            return batch.groups
+        chunk = self.controller.next_groups(step, len(self.received))
+        if chunk is None:
+            return None
+        batch, complete = chunk
+        self.look_at(batch.groups)
+        self.received.extend(batch.groups)
+        return tuple(self.received) if complete else None
+
+    def look_at(self, groups):
+        for group in groups:
+            tokens = [token for sample in group.samples for token in Job.tokens_of(sample)]
+            assert all(version <= self.steps // self.rules.sync_every for _, version in tokens)
+            oldest = min(version for _, version in tokens)
+            assert self.steps // self.rules.sync_every - oldest <= self.rules.staleness_bound
+            assert all(1 <= len(sample.ids) <= LONGEST and sample.finish_reason for sample in group.samples)
+            assert len({value for value, _ in tokens}) == len(tokens)  # no token is used twice
+
     def train(self):
-        if self.controller.finished:
+        if self.steps >= self.rules.steps:
             return
-        batch = self.controller.next_batch(self.steps + 1)
-        if batch is None:
+        groups = self.take()
+        if groups is None:
             return
-        assert batch.version == self.version
-        assert len(batch.groups) + len(batch.skipped) == self.rules.batch_groups
-        for group in batch.groups + batch.skipped:
-            age = self.version - min(sample.oldest_version for sample in group.samples)
-            assert 0 <= age <= self.rules.staleness_bound
-        self.trained.extend(group.group_id for group in batch.groups)
         self.steps += 1
-        self.controller.step_trained(self.steps)
+        ids = [group.group_id for group in groups]
+        assert self.history.setdefault(self.steps, ids) == ids  # a step done again trains the same groups
+        self.received = []
+        self.controller.step_trained(self.steps, self.rng.random())
         if self.steps % self.rules.sync_every == 0:
-            self.version += 1
-            self.controller.snapshot_published(self.version)
+            version = self.steps // self.rules.sync_every
+            assert self.controller.snapshot_published(version) == (version > self.version)
+            self.version = max(self.version, version)
+
+    def save(self):
+        self.checkpoint = self.steps
+        self.controller.checkpointed(self.steps)
+
+    def break_trainer(self):
+        """It comes back from its last checkpoint and does the steps since then again."""
+        self.steps, self.received = self.checkpoint, []
 
     def refresh(self):
-        key = self.controller.next_refresh()
-        if key is not None:
+        while (key := self.controller.next_refresh()) is not None:
             self.controller.refresh_started(key)
-            assert self.controller.next_refresh() is None
+            assert self.rules.refresh_all or self.controller.next_refresh() is None
+            if self.rules.refresh == "abort":
+                for group_id in [g for g, job in self.work.items() if job.engine == key]:
+                    job = self.work.pop(group_id)
+                    self.controller.aborted(group_id, job.attempt, job.samples())
             self.engine_version[key] = self.version
             self.controller.refresh_done(key, self.version)
 
     def break_engine(self):
-        if len(self.engine_version) < 2:
-            return
         key = self.rng.choice(sorted(self.engine_version))
-        del self.engine_version[key]
-        late = {group: self.attempts(group) for group, held in self.work.items() if held[0] == key}
         self.controller.engine_lost(key)
-        self.work = {group: held for group, held in self.work.items() if held[0] != key}
+        del self.engine_version[key]
+        lost = {group: job for group, job in self.work.items() if job.engine == key}
+        for group_id, job in lost.items():
+            del self.work[group_id]
+            partials = job.samples() if self.rng.random() < 0.5 else ()
+            assert self.controller.generation_failed(group_id, job.attempt, partials)
         self.join(key)
         self.dispatch()
-        for group_id, attempt in late.items():  # its answers come after all: none may count
-            assert not self.controller.generated(group_id, attempt, ())
-            self.controller.generation_failed(group_id, attempt)
-            self.controller.refused(group_id, attempt, "late")
+        for group_id, job in lost.items():  # its answers come after all: none may count
+            assert not self.controller.generated(group_id, job.attempt, job.samples())
+            assert not self.controller.generation_failed(group_id, job.attempt)
+            self.controller.refused(group_id, job.attempt, "late")
 
     def break_request(self):
         if self.work:
             group_id = self.rng.choice(sorted(self.work))
-            del self.work[group_id]
-            if self.rng.random() < 0.3:
-                self.controller.refused(group_id, self.attempts(group_id), "the prompt is too long")
+            attempt = self.work.pop(group_id).attempt
+            kind = self.rng.random()
+            if kind < 0.2:
+                self.controller.refused(group_id, attempt, "the prompt is too long")
+            elif kind < 0.5:
+                self.controller.deadline_passed(group_id, attempt, 1.0)
             else:
-                self.controller.generation_failed(group_id, self.attempts(group_id))
+                self.controller.generation_failed(group_id, attempt)
 
     def check(self):
-        held = len(self.controller.groups)
-        self.controller.ledger.check(held)
+        groups = self.controller.groups.values()
+        self.controller.ledger.check(len(groups))
         fates = self.controller.ledger.fates()
         assert fates["admitted"] == sum(count for fate, count in fates.items() if fate != "admitted")
-        assert len(self.trained) == len(set(self.trained))
-        stages = [group.stage for group in self.controller.groups.values()]
-        assert stages.count(Stage.GENERATING) == len(self.work)
-        assert stages.count(Stage.SCORING) == len(self.scoring)
+        assert len(self.entries) == fates["admitted"] - fates["in_flight"]
+        for stage in Stage:
+            assert self.controller.count(stage) == sum(group.stage is stage for group in groups)
+        assert self.controller.count(Stage.GENERATING) == len(self.work)
+        assert self.controller.count(Stage.SCORING) == len(self.scoring)
+        for key, engine in self.controller.engines.items():
+            assert engine.groups == {g for g, job in self.work.items() if job.engine == key}
 
     def drain(self):
         """Whatever happened, a fair world reaches the end."""
-        for _ in range(4000):
-            if self.controller.finished:
+        for _ in range(6000):
+            if self.steps >= self.rules.steps:
                 return
             self.dispatch()
             for action in (self.finish, self.score, self.train, self.refresh):
@@ -161,36 +247,48 @@ class World:
         raise AssertionError(f"stuck: {[(g.stage, g.engine) for g in self.controller.groups.values()]}")
 
 
-ACTIONS = ("dispatch", "finish", "finish", "score", "score", "train", "refresh", "break_engine", "break_request")
+ACTIONS = (
+    *("dispatch", "finish", "score", "train", "refresh") * 3,
+    *("decode", "save", "break_engine", "break_request", "break_trainer"),
+)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
-    actions=st.lists(st.sampled_from(ACTIONS), max_size=120),
+    actions=st.lists(st.sampled_from(ACTIONS), max_size=150),
     engines=st.integers(1, 3),
     staleness=st.sampled_from([0, 0.5, 1, 2, 4]),
     sync_every=st.sampled_from([1, 2, 3]),
-    wip=st.sampled_from([1.0, 1.5, 3.0]),
-    stale=st.sampled_from(["drop", "retry"]),
-    dynamic=st.booleans(),
+    wip=st.sampled_from([1.0, 1.5, 3.0, None]),
+    changes=st.fixed_dictionaries(
+        {
+            "stale": st.sampled_from(["drop", "retry"]),
+            "dynamic_sampling": st.booleans(),
+            "refresh": st.sampled_from(["retract", "abort"]),
+            "refresh_all": st.booleans(),
+            "queue_high": st.sampled_from([1.0, 4.0]),
+            "queue_low": st.sampled_from([0.0, 1.0]),
+            "max_predicted_tokens": st.sampled_from([float("inf"), 60.0]),
+            "over_sampling": st.sampled_from([1.0, 1.5]),
+        }
+    ),
+    streaming=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_bound_account_and_progress_under_random_events(
-    actions, engines, staleness, sync_every, wip, stale, dynamic, seed
+    actions, engines, staleness, sync_every, wip, changes, streaming, seed
 ):
-    rules = make_rules(
-        max_staleness=staleness, sync_every=sync_every, work_in_progress=wip, stale=stale, dynamic_sampling=dynamic
-    )
-    world = World(rules, engines, seed)
+    rules = make_rules(max_staleness=staleness, sync_every=sync_every, work_in_progress=wip, **changes)
+    world = World(rules, engines, seed, streaming)
     for action in actions:
         getattr(world, action)()
         world.check()
     world.drain()
     world.check()
-    assert world.steps == rules.steps
-    assert world.controller.ledger.fates()["in_flight"] == 0
-    trained = [entry for entry in world.controller.ledger.entries if entry.fate is Fate.TRAINED]
-    assert [entry.group_id for entry in trained] == world.trained
+    if rules.over_sampling == 1.0:
+        assert world.controller.ledger.fates()["in_flight"] == 0
+    trained = [entry for entry in world.entries if entry.fate is Fate.TRAINED]
+    assert sorted(entry.group_id for entry in trained) == sorted(itertools.chain(*world.history.values()))
     assert all(entry.staleness <= rules.staleness_bound for entry in trained)
 
 
@@ -208,8 +306,16 @@ def test_sync_is_staleness_zero_and_never_runs_ahead():
         world.dispatch()
         assert not world.work  # the engine still has the old weights: nothing may start
         world.refresh()
-    entries = world.controller.ledger.entries
-    assert all(entry.staleness == 0 for entry in entries if entry.fate is Fate.TRAINED)
+    assert all(entry.staleness == 0 for entry in world.entries if entry.fate is Fate.TRAINED)
+
+
+def test_fully_async_with_staleness_zero_trains_what_sync_trains():
+    def trained(work_in_progress):
+        world = World(make_rules(max_staleness=0, work_in_progress=work_in_progress), engines=1, seed=6)
+        world.drain()
+        return {step: sorted(ids) for step, ids in world.history.items()}
+
+    assert trained(3.0) == trained(1.0)
 
 
 def test_one_step_off_generates_the_next_batch_while_training():
@@ -218,52 +324,106 @@ def test_one_step_off_generates_the_next_batch_while_training():
     assert len(world.work) == 8
 
 
-def test_a_group_overtaken_by_others_is_dropped_with_its_reason_or_retried():
-    for stale in ("drop", "retry"):
-        world = World(make_rules(max_staleness=1, work_in_progress=3.0, stale=stale, steps=8), engines=1, seed=3)
-        world.dispatch()
-        straggler = min(world.work)
-        held = world.work.pop(straggler)
-        while world.version < 3:
-            world.dispatch()
-            world.finish()
-            world.score()
-            world.train()
-            world.refresh()
-        world.work[straggler] = held
-        while straggler in world.work:
-            world.finish()
-        while world.scoring:
-            world.score()
-        world.dispatch()
-        while world.version < 5:
-            world.dispatch()
-            world.finish()
-            world.score()
-            world.train()
-            world.refresh()
-        entry = next((e for e in world.controller.ledger.entries if e.group_id == straggler), None)
-        if stale == "drop":
-            assert entry is not None
-            assert entry.fate is Fate.STALE
-            assert "the bound is 1" in entry.reason
-        else:
-            assert entry is None or entry.attempts == 2
+@pytest.mark.parametrize("stale", ["drop", "retry"])
+def test_a_group_overtaken_by_others_is_dropped_with_its_reason_or_retried(stale):
+    world = World(make_rules(max_staleness=1, work_in_progress=3.0, stale=stale, steps=12), engines=1, seed=3)
+    world.dispatch()
+    straggler = min(world.work)
+    world.decode()
+    held = world.work.pop(straggler)
+    while world.version < 3:
+        for action in (world.dispatch, world.finish, world.score, world.train, world.refresh):
+            action()
+    world.work[straggler] = held
+    world.drain()
+    entry = next(entry for entry in world.entries if entry.group_id == straggler)
+    if stale == "drop":
+        assert entry.fate is Fate.STALE
+        assert "the bound is 1" in entry.reason
+        assert world.controller.tokens_discarded > 0
+    else:
+        assert entry.attempts == 2
+        assert entry.fate is not Fate.STALE
 
 
-def test_least_loaded_engine_is_chosen():
-    controller = Controller(make_rules(batch_groups=8, work_in_progress=8.0, max_staleness=8), prompts())
+def test_partial_tokens_are_kept_while_their_version_allows():
+    for bound, version_gap, kept in ((4, 0, True), (4, 3, True), (4, 4, False), (0, 0, True)):
+        world = World(make_rules(max_staleness=bound, work_in_progress=9.0, steps=20), engines=1, seed=4)
+        controller = world.controller
+        world.dispatch()
+        world.decode()
+        group_id = next(key for key, job in world.work.items() if not job.done)
+        job = world.work.pop(group_id)
+        controller.steps_trained = version_gap
+        controller.published = version_gap
+        controller.engines[0].version = version_gap
+        assert controller.generation_failed(group_id, job.attempt, job.samples())
+        assert bool(controller.groups[group_id].samples) == kept
+
+
+def test_a_deadline_gives_a_group_three_tries():
+    world = World(make_rules(), engines=1, seed=5)
+    world.dispatch()
+    group_id = min(world.work)
+    for attempt in (1, 2, 3):
+        del world.work[group_id]
+        world.controller.deadline_passed(group_id, attempt, 2.5)
+        world.dispatch()
+    entry = next(entry for entry in world.entries if entry.group_id == group_id)
+    assert entry.fate is Fate.FAILED
+    assert "control.group_deadline_s 2.5" in entry.reason
+
+
+def test_the_least_loaded_engine_is_chosen_within_its_token_budget():
+    rules = make_rules(batch_groups=8, work_in_progress=8.0, max_staleness=8, max_predicted_tokens=100.0)
+    controller = Controller(rules, prompts(), lambda entry: None)
     controller.engine_joined(0, 0)
     controller.engine_joined(1, 0)
     loads = {0: 0.0, 1: 0.0}
-    for _ in range(6):
-        decision = controller.next_dispatch()
-        assert loads[decision.engine] == min(loads.values())
-        loads[decision.engine] += sum(group.prompt.predicted_length for group in decision.groups)
+    while (decision := controller.next_dispatch()) is not None:
+        assert loads[decision.engine] <= min(loads.values()) + 100
+        loads[decision.engine] += sum(2 * group.prompt.predicted_length for group in decision.groups)
+    assert all(60 < load <= 100 for load in loads.values())
+
+
+def test_a_low_queue_prefers_quick_minibatches_but_overtakes_each_at_most_four_times():
+    def source():
+        for number in itertools.count():
+            yield (Prompt(f"p{number}", (1,), "", "null", 100.0 if number == 0 else 1.0),)
+
+    rules = make_rules(queue_low=1.0, work_in_progress=30.0, max_staleness=30, batch_groups=4, steps=40)
+    controller = Controller(rules, source(), lambda entry: None)
+    controller.engine_joined(0, 0)
+    order = [controller.next_dispatch().groups[0].prompt.prompt_id for _ in range(8)]
+    assert order.index("p0") == 4
+
+
+def test_automatic_credits_rise_when_the_trainer_starves_and_fall_when_stock_is_high():
+    world = World(make_rules(steps=400, max_staleness=8, work_in_progress=None), engines=1, seed=7)
+    credits = world.controller.credits
+    start = credits.batches
+    world.dispatch()
+    credits.step(waited_share=0.5, queued=0)
+    assert credits.batches > start
+    raised = credits.batches
+    credits.step(waited_share=0.5, queued=0)  # starved, but no group was refused for want of credit
+    assert credits.batches == raised
+    credits.step(waited_share=0.0, queued=100)
+    assert 1.0 <= credits.batches < raised
+
+
+def test_too_many_refills_end_the_run_with_what_to_do():
+    world = World(make_rules(dynamic_sampling=True, max_refills=1.0, work_in_progress=3.0), engines=1, seed=8)
+    world.dispatch()
+    while len(world.scoring) < 5:
+        world.finish()
+    with pytest.raises(RunError, match=r"control\.max_refills"):  # noqa: PT012
+        for group_id in sorted(world.scoring):
+            world.controller.scored(group_id, (1.0, 1.0))
 
 
 def test_a_refreshing_engine_gets_no_work():
-    controller = Controller(make_rules(), prompts())
+    controller = Controller(make_rules(), prompts(), lambda entry: None)
     controller.engine_joined(0, 0)
     controller.snapshot_published(1)
     controller.refresh_started(controller.next_refresh())
@@ -272,15 +432,18 @@ def test_a_refreshing_engine_gets_no_work():
     assert controller.next_dispatch() is not None
 
 
-def test_the_same_batch_is_served_again_until_its_step_is_reported():
+def test_the_same_batch_is_served_again_until_it_is_in_a_checkpoint():
     world = World(make_rules(), engines=1, seed=4)
-    while world.controller.count(Stage.QUEUED) < 4:
+    while world.steps < 2:
         world.dispatch()
-        world.finish()
-        world.score()
-    assert world.controller.next_batch(1) is world.controller.next_batch(1)
-    with pytest.raises(RunError, match="step 2"):
-        Controller(make_rules(), prompts()).next_batch(2)
+        for action in (world.finish, world.score, world.train, world.refresh):
+            action()
+    again = world.controller.next_batch(1)
+    assert [group.group_id for group in again.groups] == world.history[1]
+    assert world.controller.step_trained(1) is None
+    world.controller.checkpointed(1)
+    with pytest.raises(RunError, match="asks for step 1"):
+        world.controller.next_batch(1)
 
 
 def test_ledger_refuses_a_second_fate_and_a_wrong_sum():
@@ -288,15 +451,14 @@ def test_ledger_refuses_a_second_fate_and_a_wrong_sum():
     world.dispatch()
     group_id = min(world.work)
     world.controller.refused(group_id, 1, "reason")
-    entry = world.controller.ledger.entries[0]
     with pytest.raises(LedgerError, match="second fate"):
-        world.controller.ledger.settle(entry)
+        world.controller.ledger.settle(world.entries[0])
     with pytest.raises(LedgerError, match="held in flight"):
         world.controller.ledger.check(len(world.controller.groups) + 1)
 
 
 def test_events_out_of_order_are_refused():
-    controller = Controller(make_rules(), prompts())
+    controller = Controller(make_rules(), prompts(), lambda entry: None)
     with pytest.raises(RunError, match="reports step 1"):
         controller.step_trained(1)
     with pytest.raises(RunError, match="version 2 was published after 0"):

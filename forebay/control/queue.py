@@ -1,0 +1,82 @@
+"""The Training Queue: finished groups, oldest first, and the batches that the trainer takes from it.
+
+Invariants:
+- A group is queued, or in the batch being formed, or in none; it is handed to one batch only.
+- A batch can be asked for again until it lies in a checkpoint: the trainer may die and come back.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from forebay.control.groups import Batch, Group
+
+
+@dataclass(slots=True)
+class Forming:
+    """A batch that the trainer takes as it comes, or that is complete."""
+
+    step: int
+    version: int
+    slots: int
+    taken: list[Group] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.taken) == self.slots
+
+    @property
+    def teaching(self) -> list[Group]:
+        return [group for group in self.taken if group.teaches]
+
+    def batch(self) -> Batch:
+        skipped = tuple(group for group in self.taken if not group.teaches)
+        return Batch(self.step, self.version, tuple(self.teaching), skipped)
+
+
+class TrainingQueue:
+    """A heap by (oldest version, group id), so that what goes stale first lies on top."""
+
+    def __init__(self, batch_groups: int) -> None:
+        self._batch_groups = batch_groups
+        self._heap: list[tuple[int, int, Group]] = []
+        self._replay: dict[int, Batch] = {}
+        self.forming: Forming | None = None
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, group: Group) -> None:
+        heapq.heappush(self._heap, (group.oldest_version, group.group_id, group))
+
+    def pop_stale(self, version: int, bound: int) -> Iterator[Group]:
+        """Remove and yield the groups that `version` must not train."""
+        while self._heap and version - self._heap[0][0] > bound:
+            yield heapq.heappop(self._heap)[2]
+
+    def form(self, step: int, version: int) -> Forming:
+        """The batch of `step`, as far as it has come; a new one if there is none."""
+        if self.forming is None or self.forming.step != step:
+            self.forming = Forming(step, version, self._batch_groups)
+        return self.forming
+
+    def fill(self, forming: Forming) -> Iterator[Group]:
+        """Move groups into the batch, oldest first, until it is complete or the queue empty; yields them."""
+        while self._heap and not forming.complete:
+            group = heapq.heappop(self._heap)[2]
+            group.trained_version = forming.version
+            forming.taken.append(group)
+            yield group
+
+    def trained(self, batch: Batch) -> None:
+        """The batch is done; it stays to be asked for again."""
+        self.forming = None
+        self._replay[batch.step] = batch
+
+    def again(self, step: int) -> Batch | None:
+        """A batch that was trained before, while it is in no checkpoint."""
+        return self._replay.get(step)
+
+    def checkpointed(self, step: int) -> None:
+        """Batches up to `step` are not asked for again."""
+        self._replay = {number: batch for number, batch in self._replay.items() if number > step}
