@@ -69,10 +69,14 @@ class Fleet:
         await asyncio.to_thread(self.process(i).stop, 0.0)
         await self._start(i)
 
+    async def in_order(self, i: int) -> bool:
+        """Whether engine i runs, answers, and its client trusts it."""
+        return self.alive(i) and await _healthy(self.engines[i])
+
     async def revive(self, i: int) -> None:
         """Restart engine i unless it is in order after all; of several callers one does it. May raise `RunError`."""
         async with self._repairs[i]:
-            if not (self.alive(i) and await _healthy(self.engines[i])):
+            if not await self.in_order(i):
                 await self.restart(i)
 
     def _take_ports(self) -> None:
