@@ -11,7 +11,7 @@ import math
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -33,6 +33,8 @@ from forebay.run import RunContext
 from forebay.scheduling.schedule import FILE, read_schedule
 from forebay.training.launch import trainer_command
 
+WATCH_S = 0.2
+"""How often the trainer is looked after while the engines start."""
 WARM_UP_STEPS = 1
 """First steps left out of step times and waits: the first batch waits for a cold pipeline to fill."""
 
@@ -110,8 +112,8 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
         unit = ControlUnit(controller, fleet, scorer, recorder, seed=config.seed, patience=_patience(config))
         await stack.enter_async_context(serve(control_app(unit, run.token), held))
         trainer = stack.enter_context(Trainer(run, _url(held), cores.trainer, recorder))
-        await stack.enter_async_context(fleet)
-        await unit.run(trainer.check)
+        await trainer.alive_while(stack.enter_async_context(fleet))
+        await unit.run(lambda: trainer.check(unit.trainer_seen))
         await trainer.finish()
         return _result(unit, recorder, trainer.restarts)
 
@@ -119,6 +121,7 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
 def _patience(config: RunConfig) -> Patience:
     return Patience(
         stall_timeout_s=config.control.stall_timeout_s,
+        step_timeout_s=config.training.step_timeout_s,
         max_restarts=config.generation.max_restarts,
         group_deadline_s=config.control.group_deadline_s,
     )
@@ -168,18 +171,41 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self._process.stop(5.0)
 
-    def check(self) -> None:
-        """Start it again if it died; raises `RunError` if it cannot go on, or died too often."""
-        code = self._process.poll()
+    def check(self, seen: bool = True) -> None:
+        """Start it again if it died. Raises `UserError` or `RunError` if it cannot go on, died too often, or (not
+        `seen`) has not asked for its first batch in time."""
+        code, limit = self._process.poll(), self._run.config.training.startup_timeout_s
         if code is None:
+            if not seen and self._process.age_s > limit:
+                raise DeadlineError(
+                    f"the trainer has not asked for a batch {limit:g} s after its start (training.startup_timeout_s); "
+                    f"its last words: {self._process.log_tail(1).strip() or 'none'}"
+                )
             return
-        reason = f"exit code {code}: {self._process.log_tail(1).strip() or 'no output'}"
-        if code == UserError.exit_code or self.restarts >= self._run.config.training.max_restarts:
-            raise RunError(f"the trainer ended early ({reason}) and is not started again (training.max_restarts)")
+        reason = (
+            f"the trainer {self._process.describe_exit()}: {self._process.log_tail(1).strip() or 'it said nothing'}"
+        )
+        if code == UserError.exit_code:
+            raise UserError(reason)
+        if self.restarts >= self._run.config.training.max_restarts:
+            raise RunError(f"{reason}; no restart is left (training.max_restarts)")
         self.restarts += 1
         self._recorder.event("trainer_restarted", reason=reason)
         self._process.stop(0.0)
         self._start()
+
+    async def alive_while(self, start: Awaitable[object]) -> None:
+        """Wait for the engines' start, and look after the trainer meanwhile."""
+        starting = asyncio.ensure_future(start)
+        try:
+            while not starting.done():
+                await asyncio.wait([starting], timeout=WATCH_S)
+                self.check()
+            await starting
+        finally:
+            if not starting.done():
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
 
     async def finish(self) -> None:
         """Wait for the trained model; the completion record decides, not the exit code."""

@@ -29,6 +29,9 @@ __all__ = ["Batch", "Controller", "Dispatch", "Engine", "Group", "Rules", "Stage
 DEADLINES_ALLOWED = 3
 """Times that one group may take longer than its deadline before it fails."""
 
+FRUITLESS = 64
+"""Groups in a row that fail, after which a run ends; or four batches of them."""
+
 
 class Controller:
     """Admission, dispatch, Training Queue, staleness, refresh order, ledger."""
@@ -50,7 +53,7 @@ class Controller:
         self._queue = TrainingQueue(rules.batch_groups)
         self._stages: Counter[Stage] = Counter()
         self._late: Counter[int] = Counter()
-        self._refills = 0
+        self._refills = self._fruitless = 0
         self._refreshing = 0
         self._behind = False  # some engine may serve an older version than the published one
 
@@ -162,6 +165,11 @@ class Controller:
         self._refreshing -= 1
         self._behind = True
 
+    def refresh_failed(self, engine: int) -> None:
+        """It serves its old version still, and may try again, perhaps with a newer one."""
+        self.engines[engine].refreshing = False
+        self._refreshing -= 1
+
     # ---- events: groups
 
     def generated(self, group_id: int, attempt: int, samples: tuple[Sample, ...]) -> bool:
@@ -214,6 +222,7 @@ class Controller:
         if group is not None:
             self._release(group)
             self._leave(group, Fate.FAILED, reason)
+            self._count_fruitless(reason)
 
     def scored(self, group_id: int, rewards: tuple[float, ...]) -> None:
         """The group enters the Training Queue, or is filtered. Raises `RunError` if too many are filtered."""
@@ -223,12 +232,14 @@ class Controller:
             self._leave(group, Fate.FILTERED, "all rewards are equal")
             self._count_refill()
             return
+        self._fruitless = 0
         self._move(group, Stage.QUEUED)
         self._queue.push(group)
 
     def scoring_failed(self, group_id: int, reason: str) -> None:
         """The group's responses cannot be scored: it fails, for its data's sake."""
         self._leave(self._at(group_id, Stage.SCORING), Fate.FAILED, reason)
+        self._count_fruitless(reason)
 
     # ---- events: trainer
 
@@ -345,6 +356,15 @@ class Controller:
                 f"control: {self._refills} groups without reward spread for one batch of {self.rules.batch_groups} "
                 "(control.max_refills): the prompts are too easy or too hard for this model; change the data or set "
                 "control.dynamic_sampling=false"
+            )
+
+    def _count_fruitless(self, reason: str) -> None:
+        """Raises `RunError` when so many groups in a row have failed that the next ones will too."""
+        self._fruitless += 1
+        if self._fruitless >= max(4 * self.rules.batch_groups, FRUITLESS):
+            raise RunError(
+                f"control: {self._fruitless} groups in a row could not be trained, the last because: {reason}; look at "
+                "the data, the reward and the model"
             )
 
     # ---- moving groups

@@ -6,6 +6,7 @@ ledger.parquet has one row for each group that has its fate; `LEDGER` names the 
 """
 
 import json
+import math
 import statistics
 import time
 from collections import Counter
@@ -131,7 +132,8 @@ class Recorder:
         groups = batch.groups + batch.skipped
         ages = [batch.version - group.oldest_version for group in batch.groups]
         # Ours win over the trainer's of the same name: the trainer sees only the groups that teach.
-        record: dict[str, Any] = report.metrics | {
+        metrics = {name: value if math.isfinite(value) else None for name, value in report.metrics.items()}
+        record: dict[str, Any] = metrics | {
             "t": round(self.elapsed, 4),
             "step": report.step,
             "version": batch.version,
@@ -175,7 +177,7 @@ class Recorder:
 
     def _write(self, kind: str, record: dict[str, Any], flush: bool = False) -> None:
         line = {"kind": kind, "t": round(self.elapsed, 4)} | record
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         if flush:
             self._file.flush()
 

@@ -20,7 +20,7 @@ from forebay.control.ledger import LedgerError
 from forebay.control.recorder import Recorder
 from forebay.control.types import EngineFailure, GenerationAborted, GenerationEngine, RequestRefused, Snapshot
 from forebay.control.wire import CheckpointReport, SnapshotReport, StepReport
-from forebay.errors import DataError, DeadlineError, RunError
+from forebay.errors import DataError, DeadlineError, ForebayError, RunError
 
 QUEUE_PERIOD_S = 0.2
 """How often queue and flight are recorded."""
@@ -60,6 +60,8 @@ class Patience:
 
     stall_timeout_s: float
     """Without any progress the run ends."""
+    step_timeout_s: float
+    """While the trainer holds a step, this long if it is longer."""
     max_restarts: int
     """Of engines, all together; one more ends the run."""
     group_deadline_s: float | None = None
@@ -83,6 +85,8 @@ class ControlUnit:
     ) -> None:
         self.controller = controller
         self.engine_restarts = 0
+        self.trainer_seen = False
+        """Whether the trainer has asked for a batch."""
         self._fleet, self._scorer, self._recorder = fleet, scorer, recorder
         self._seed, self._patience = seed, patience
         self._snapshot: Snapshot | None = None
@@ -139,6 +143,7 @@ class ControlUnit:
         if batch is None:
             return
         self._recorder.step(report, batch, self.controller)
+        self._progress()
         await self._wake()
         if self.controller.finished and self._over is not None and not self._over.done():
             self._over.set_result(None)
@@ -147,6 +152,7 @@ class ControlUnit:
         """New weights can be loaded. A report that comes twice counts once."""
         if self.controller.snapshot_published(report.version):
             self._snapshot = Snapshot(report.version, report.path, report.manifest_sha256)
+            self._progress()
             await self._wake()
 
     def checkpointed(self, report: CheckpointReport) -> None:
@@ -171,7 +177,9 @@ class ControlUnit:
     # ---- decisions carried out
 
     def _pump(self) -> None:
-        """Carry out every decision that is open now."""
+        """Carry out every decision that is open now; none once the run is over, since nobody would end it."""
+        if self.is_over:
+            return
         while (dispatch := self.controller.next_dispatch()) is not None:
             for group in dispatch.groups:
                 self._recorder.dispatched(group)
@@ -213,17 +221,20 @@ class ControlUnit:
             self.controller.scoring_failed(group.group_id, str(fault))
         else:
             self.controller.scored(group.group_id, tuple(float(reward) for reward in rewards))
+            self._progress()
 
     async def _refresh(self, index: int, engine: Engine, snapshot: Snapshot) -> None:
         try:
             record = await self._fleet.engines[index].refresh(snapshot, self.controller.rules.refresh)
-        except EngineFailure as failure:
+        except (EngineFailure, RequestRefused) as failure:  # a refresh that is refused is the engine's fault too
             if self.controller.engines.get(index) is engine:
-                await self._recover(index, failure)
+                await self._refresh_failed(index, failure)
             return
+        self._strikes.pop(index, None)
         if self.controller.engines.get(index) is engine:
             self.controller.refresh_done(index, record.version)
             self._recorder.refreshed(index, record)
+            self._progress()
         await self._wake()
 
     async def _engine_failed(self, index: int, failure: EngineFailure) -> None:
@@ -236,7 +247,19 @@ class ControlUnit:
         elif index in self.controller.engines:
             await self._recover(index, failure)
 
-    async def _recover(self, index: int, failure: EngineFailure) -> None:
+    async def _refresh_failed(self, index: int, failure: ForebayError) -> None:
+        """An engine that still serves its old weights may try again (a newer snapshot may have replaced the one that
+        it was reading); one that does not is recovered."""
+        self._strikes[index] += 1
+        if self._strikes[index] < STRIKES and await self._fleet.in_order(index):
+            self._recorder.event("refresh_failed", engine=index, reason=str(failure))
+            if index in self.controller.engines:
+                self.controller.refresh_failed(index)
+                await self._wake()
+        elif index in self.controller.engines:
+            await self._recover(index, failure)
+
+    async def _recover(self, index: int, failure: ForebayError) -> None:
         """Take the engine out, start it anew, bring it to the newest snapshot, give it work again."""
         self.controller.engine_lost(index)
         self._recovering.add(index)
@@ -249,14 +272,15 @@ class ControlUnit:
                 raise RunError(f"engine {index} failed and no restart is left (generation.max_restarts): {failure}")
             await asyncio.sleep(min(self._patience.backoff_s * 2.0**self.engine_restarts, LONGEST_BACKOFF_S))
             self.engine_restarts += 1
-            await self._fleet.restart(index)
             try:
+                await self._fleet.restart(index)
                 version = await self._catch_up(index)
-            except EngineFailure as again:
+            except RunError as again:
                 failure = again
         self._recovering.discard(index)
         self.controller.engine_joined(index, version)
         self._recorder.event("engine_joined", engine=index, version=version)
+        self._progress()
         await self._wake()
 
     async def _catch_up(self, index: int) -> int:
@@ -274,7 +298,10 @@ class ControlUnit:
             self._recorder.queue(self.controller)
             check_trainer()
             idle = time.monotonic() - self._last_progress
-            if idle > self._patience.stall_timeout_s:
+            limit = self._patience.stall_timeout_s
+            if self.controller.training_step is not None:
+                limit = max(limit, self._patience.step_timeout_s)
+            if idle > limit:
                 raise DeadlineError(
                     f"control: no progress for {idle:.0f} s (control.stall_timeout_s): {self._culprit()}"
                 )
@@ -298,13 +325,14 @@ class ControlUnit:
     # ---- plumbing
 
     async def _wait_for(self, ask: Callable[[], AnswerT | None]) -> AnswerT | None:
+        self.trainer_seen = True
         deadline = time.monotonic() + POLL_S
         async with self._changed:
             while not self.is_over:
                 answer = ask()
                 self._pump()
                 if answer is not None:
-                    self._last_progress = time.monotonic()
+                    self._progress()
                     return answer
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -313,9 +341,12 @@ class ControlUnit:
                     await asyncio.wait_for(self._changed.wait(), left)
         return None
 
+    def _progress(self) -> None:
+        """The run came nearer to its end; what fails again and again is no progress."""
+        self._last_progress = time.monotonic()
+
     async def _wake(self) -> None:
         """Something happened: decide again, and let the waiting trainer look."""
-        self._last_progress = time.monotonic()
         self._pump()
         async with self._changed:
             self._changed.notify_all()

@@ -85,7 +85,7 @@ def build(tmp_path, fleet, *, stall=30.0, restarts=2, deadline=None, on_step=lam
     rules = Rules(STEPS, 4, 2, 1, 2, 2.0, 64, **changes)
     recorder = Recorder(tmp_path, on_step)
     controller = Controller(rules, prompts(), recorder.settled)
-    patience = Patience(stall, restarts, deadline, backoff_s=0.0)
+    patience = Patience(stall, stall, restarts, deadline, backoff_s=0.0)
     return ControlUnit(controller, fleet, StubScorer(), recorder, seed=1, patience=patience)
 
 
@@ -176,6 +176,35 @@ def test_engines_refresh_in_the_mode_of_the_rules(tmp_path):
     drive(unit)
     assert {mode for engine in fleet.engines for mode in engine.modes} == {"drain"}
     assert unit._recorder.tokens_recomputed == 7 * len(unit._recorder.pauses) > 0
+
+
+def test_nothing_is_started_once_the_run_is_over(tmp_path):
+    fleet = StubFleet()
+    unit = build(tmp_path, fleet)
+
+    async def go():
+        training = asyncio.create_task(stub_trainer(unit))
+        await unit.run(lambda: None)
+        await training  # its last snapshot comes when the last step has ended the run
+        await asyncio.sleep(0.05)
+        assert not unit._tasks
+
+    asyncio.run(go())
+    assert fleet.restarted == []
+
+
+@pytest.mark.parametrize(("dynamic", "reason"), [(False, "no number"), (True, "max_refills")])
+def test_groups_that_all_come_to_nothing_end_the_run_with_the_reason(tmp_path, dynamic, reason):
+    class Fruitless(StubScorer):
+        async def score(self, responses, answer, prompt):
+            if dynamic:
+                return [1.0] * len(responses)
+            raise DataError("no number in the answer")
+
+    unit = build(tmp_path, StubFleet(), dynamic_sampling=dynamic, max_refills=10.0)
+    unit._scorer = Fruitless()
+    with pytest.raises(RunError, match=reason):
+        drive(unit)
 
 
 def test_too_many_restarts_end_the_run_with_the_reason(tmp_path):
