@@ -51,7 +51,7 @@ def control_app(unit: ControlUnit, token: str) -> FastAPI:
     @app.post("/v1/batches/next")
     async def next_batch(request: Request) -> Response:
         message = unpack(BatchRequest, await request.body())
-        if unit.is_over:
+        if unit.refuses(message.step):
             return JSONResponse({"reason": "the run is over"}, status_code=410)
         if message.streaming:
             chunk = await unit.next_groups(message.step, message.received)

@@ -124,13 +124,19 @@ class ControlUnit:
         """Whether the last step is trained or the run has ended with an error."""
         return self.controller.finished or (self._over is not None and self._over.done())
 
+    def refuses(self, step: int) -> bool:
+        """Whether nothing will come for this step any more. A trainer that died with the last steps in no checkpoint
+        is served them again."""
+        failed = self._over is not None and self._over.done() and self._over.exception() is not None
+        return failed or (self.controller.finished and step > self.controller.steps_trained)
+
     async def next_batch(self, step: int) -> Batch | None:
         """The whole batch of a step, or None after `POLL_S` or at the end of the run."""
-        return await self._wait_for(lambda: self.controller.next_batch(step))
+        return await self._wait_for(step, lambda: self.controller.next_batch(step))
 
     async def next_groups(self, step: int, received: int) -> tuple[Batch, bool] | None:
         """The groups of a step after the first `received`, and whether that is all; None as `next_batch`."""
-        return await self._wait_for(lambda: self.controller.next_groups(step, received))
+        return await self._wait_for(step, lambda: self.controller.next_groups(step, received))
 
     async def step_trained(self, report: StepReport) -> None:
         """A step is done. A report that comes twice (its answer was lost, or the trainer was) counts once."""
@@ -324,11 +330,11 @@ class ControlUnit:
 
     # ---- plumbing
 
-    async def _wait_for(self, ask: Callable[[], AnswerT | None]) -> AnswerT | None:
+    async def _wait_for(self, step: int, ask: Callable[[], AnswerT | None]) -> AnswerT | None:
         self.trainer_seen = True
         deadline = time.monotonic() + POLL_S
         async with self._changed:
-            while not self.is_over:
+            while not self.refuses(step):
                 answer = ask()
                 self._pump()
                 if answer is not None:

@@ -275,6 +275,8 @@ def test_http_needs_the_token_and_speaks_msgpack(tmp_path):
                 for _ in range(2):
                     assert (await client.post("/v1/snapshots", content=snapshot)).status_code == 200
             assert (await client.post("/v1/checkpoints", content=msgpack.packb({"step": 3}))).status_code == 200
+            again = await client.post("/v1/batches/next", content=msgpack.packb({"step": STEPS}))
+            assert again.status_code == 200  # a trainer that died before it wrote the model does the step again
             over = await client.post("/v1/batches/next", content=msgpack.packb({"step": STEPS + 1}))
             assert over.status_code == 410
         await asyncio.wait_for(running, 5)
