@@ -1,79 +1,183 @@
-"""`sync` against `fully_async` on the quickstart: the same data, start model, schedule and steps, in one run.
+"""The modes against each other and against what engine and trainer can do alone, in one run on one machine.
 
-    python -m benchmarks.modes [--steps 40] [--rounds 2]
+    python -m benchmarks.modes [--steps 30] [--rounds 1]
 
-Each mode runs `rounds` times in turn (sync, async, sync, async, ...), so that a slow minute of the machine hits both.
+Each round measures, in turn, so that a slow minute of the machine hits all of them: `sync`, `one_step_off`,
+`fully_async`, and then the two bounds. *Generate only*: the engines without trainer and refresh, kept at the number of
+groups that `fully_async` had in flight. *Train only*: the trainer fed at once with the very batches that `fully_async`
+trained. No schedule of both can need less per step than the longer of the two. All use the same data and start model.
+
+The same again, `sync` and `fully_async` only, in a *balanced* setting, where both loads are about equal and overlap
+pays most: the quickstart is bound by generation (about 3 : 1), so the trainer gets small micro-batches
+(`BALANCED`), which cost it more time for the same result. `generate_over_train_balanced` says how near to 1 that is;
+`--balance` tries something else (settings of generation, control and training only: the data are shared).
+
+Step times are means over the steady steps (the first and last `EDGE` are left out: filling, draining), of wall time
+from one step's end to the next one's. Generation gets longer or shorter as the policy learns, so *generate only* is
+its token rate applied to the tokens that `fully_async` generated per step.
 """
 
 import argparse
 import shutil
 import statistics
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.alone import Batches, generate_only, recorded_batches, train_only
 from benchmarks.results import report
 from forebay.config import load_profile
 from forebay.data.prepare import prepare_data
 from forebay.lengths.stage import predict_lengths
 from forebay.run import RunContext
 from forebay.scheduling.schedule import make_schedule
-from forebay.train import TrainResult, train
+from forebay.telemetry.metrics import read_metrics
+from forebay.train import train
 
-MODES = ("sync", "fully_async")
+MODES = ("sync", "one_step_off", "fully_async")
+BALANCED = ("training.micro_batch_tokens=256",)
+EDGE = 3
+"""Steps left out at either end."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured: a profile with changes, in some modes."""
+
+    name: str
+    modes: tuple[str, ...]
+    overrides: tuple[str, ...]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="profiles/quickstart_cpu.yaml")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for both settings")
+    parser.add_argument("--balance", action="append", metavar="KEY=VALUE", help=f"instead of {' '.join(BALANCED)}")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        compare(args.profile, args.steps, args.rounds, Path(scratch))
+    if args.steps < 2 * EDGE + 2:
+        parser.error(f"--steps must be {2 * EDGE + 2} or more: the first and last {EDGE} are left out")
+    settings = [
+        Setting("quickstart", MODES, tuple(args.set)),
+        Setting("balanced", ("sync", "fully_async"), (*args.set, *(args.balance or BALANCED))),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = compare(args.profile, settings, args.steps, args.rounds, Path(folder))
+    report("modes", f"{args.profile}: {args.steps} steps, {args.rounds} rounds", rows, outcome(rows))
 
 
-def compare(profile: str, steps: int, rounds: int, scratch: Path) -> None:
-    def context(mode: str) -> RunContext:
-        overrides = [f"mode={mode}", f"training.steps={steps}", f"storage.scratch={scratch}"]
-        return RunContext.create(load_profile(profile, overrides))
+def compare(profile: str, settings: Sequence[Setting], steps: int, rounds: int, scratch: Path) -> list[dict[str, Any]]:
+    """All measurements, one row each; columns that do not apply are None."""
+    _share_cache(load_profile(profile).storage.scratch, scratch)
 
-    base = context("fully_async")
+    def context(mode: str, overrides: Sequence[str]) -> RunContext:
+        given = [*overrides, f"mode={mode}", f"training.steps={steps}", f"storage.scratch={scratch}"]
+        return RunContext.create(load_profile(profile, given))
+
+    base = context("fully_async", settings[0].overrides)
     prepare_data(base)
     predict_lengths(base)
     make_schedule(base)
     rows = []
     for turn in range(rounds):
-        for mode in MODES:
-            run = context(mode)
-            for folder in ("data", "start_model", "lengths", "schedule"):
-                shutil.copytree(base.root / folder, run.root / folder)
-            rows.append({"mode": mode, "round": turn, **_row(train(run, lambda record: None))})
-    medians = {mode: statistics.median(row["step_time_s"] for row in rows if row["mode"] == mode) for mode in MODES}
-    report(
-        "modes",
-        f"{profile}: {steps} steps, {rounds} rounds",
-        rows,
-        {
-            "sync_step_time_s": medians["sync"],
-            "fully_async_step_time_s": medians["fully_async"],
-            "sync_over_fully_async": medians["sync"] / medians["fully_async"],
-        },
-    )
+        for setting in settings:
+
+            def fresh(mode: str, overrides: Sequence[str] = setting.overrides) -> RunContext:
+                run = context(mode, overrides)
+                for name in ("data", "start_model", "lengths", "schedule"):
+                    shutil.copytree(base.root / name, run.root / name)
+                return run
+
+            for measured in measure(setting, fresh):
+                rows.append({"setting": setting.name, "round": turn, **measured})
+    return rows
 
 
-def _row(result: TrainResult) -> dict[str, Any]:
+def measure(setting: Setting, fresh: Any) -> list[dict[str, Any]]:
+    """The modes of a setting and the two bounds of its `fully_async`; `fresh(mode)` makes a run."""
+    rows: list[dict[str, Any]] = []
+    batches: Batches = {}
+    for mode in setting.modes:
+        run = fresh(mode)
+        with recorded_batches(batches := {}):
+            result = train(run, lambda record: None)
+        rows.append({"what": mode, **steady(run), **_kept(result)})
+    reference = rows[-1]  # fully_async comes last
+    rate = generate_only(fresh("fully_async"), max(1, round(reference["in_flight_groups"])))
+    rows.append(_alone("generate_only", reference["tokens_per_step"] / rate, tokens_per_s=rate))
+    times = train_only(fresh("fully_async"), batches)
+    rows.append(_alone("train_only", statistics.fmean(times[EDGE:-EDGE])))
+    return rows
+
+
+def steady(run: RunContext) -> dict[str, Any]:
+    """Of the steady steps of a run, from its metrics."""
+    metrics = read_metrics(run.metrics)
+    steps = metrics.steps[EDGE - 1 : -EDGE]
+    first, last = steps[0], steps[-1]
+    seconds, count = last["t"] - first["t"], len(steps) - 1
+    tokens = last["tokens_generated"] - first["tokens_generated"]
+    # A run without a record in the window (shorter than the period of observation) was never seen idle.
+    seen = [record["in_flight"] for record in metrics.queue if first["t"] < record["t"] <= last["t"]] or [1]
     return {
-        "step_time_s": statistics.median(result.step_times),
-        "mean_step_time_s": statistics.fmean(result.step_times),
-        "train_wait_ratio": sum(result.train_waits) / sum(result.step_times),
-        "tokens_per_s": result.tokens_per_s,
+        "step_time_s": seconds / count,
+        "train_wait_ratio": sum(step["train_wait_s"] for step in steps[1:]) / seconds,
+        "engines_idle_ratio": sum(groups == 0 for groups in seen) / len(seen),
+        "tokens_per_s": tokens / seconds,
+        "tokens_per_step": tokens / count,
+        "in_flight_groups": statistics.fmean(seen),
+    }
+
+
+def outcome(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Step times by setting (medians over rounds) and the two ratios that the project promises."""
+
+    def step_time(setting: str, what: str) -> float:
+        return statistics.median(float(r["step_time_s"]) for r in rows if (r["setting"], r["what"]) == (setting, what))
+
+    def value(what: str, name: str) -> float:
+        return statistics.median(float(r[name]) for r in rows if (r["setting"], r["what"]) == ("quickstart", what))
+
+    times = {
+        setting: {r["what"]: step_time(setting, r["what"]) for r in rows if r["setting"] == setting}
+        for setting in ("quickstart", "balanced")
+    }
+    bounds = {setting: max(own["generate_only"], own["train_only"]) for setting, own in times.items()}
+    return {
+        "fully_async_over_bound": times["quickstart"]["fully_async"] / bounds["quickstart"],
+        "sync_over_fully_async": times["quickstart"]["sync"] / times["quickstart"]["fully_async"],
+        "sync_over_fully_async_balanced": times["balanced"]["sync"] / times["balanced"]["fully_async"],
+        "fully_async_over_bound_balanced": times["balanced"]["fully_async"] / bounds["balanced"],
+        "generate_over_train_balanced": times["balanced"]["generate_only"] / times["balanced"]["train_only"],
+        "step_time_s": times,
+        "train_wait_ratio": {mode: value(mode, "train_wait_ratio") for mode in MODES},
+        "engines_idle_ratio": {mode: value(mode, "engines_idle_ratio") for mode in MODES},
+    }
+
+
+def _kept(result: Any) -> dict[str, Any]:
+    return {
         "staleness_mean": result.staleness_mean,
         "staleness_max": result.staleness_max,
         "staleness_bound": result.staleness_bound,
         "refresh_pause_s": result.refresh_pause_s,
-        **{fate: count for fate, count in result.fates.items() if fate != "in_flight"},
+        **{fate: count for fate, count in result.fates.items() if fate not in ("admitted", "in_flight")},
     }
+
+
+def _alone(what: str, step_time_s: float, **values: float) -> dict[str, Any]:
+    return {"what": what, "step_time_s": step_time_s, **values}
+
+
+def _share_cache(usual: str, scratch: Path) -> None:
+    """Let the start model come from the cache of ordinary runs, and stay there."""
+    cache = Path(usual).resolve() / "cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    (scratch / "cache").symlink_to(cache)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,14 @@ def machine() -> dict[str, Any]:
 
 
 def report(name: str, title: str, rows: list[dict[str, Any]], result: dict[str, Any]) -> None:
-    """Print the table, save `results/<name>.json`, print the JSON line last."""
+    """Print the table (a row may lack some of the columns), save `results/<name>.json`, print the JSON line last."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(title=title)
-    for column in rows[0]:
-        table.add_column(column, justify="right" if column != next(iter(rows[0])) else "left")
+    for column in columns:
+        table.add_column(column, justify="right" if column != columns[0] else "left")
     for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
-    Console(width=160).print(table)
+        table.add_row(*(_text(row[column]) if column in row else "" for column in columns))
+    Console(width=200).print(table)
     record = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "machine": machine(), **result}
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{name}.json").write_text(json.dumps(record | {"rows": rows}, indent=1) + "\n")

@@ -7,7 +7,7 @@ Invariants:
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -138,8 +138,62 @@ def config(profile: ProfileArgument, set_: SetOption = None) -> None:
     typer.echo(yaml.safe_dump(load_profile(profile, set_ or ()).model_dump(), sort_keys=False), nl=False)
 
 
+@app.command()
+@_guarded
+def ledger(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, or its folder (published ones too).")],
+    group: Annotated[int | None, typer.Option("--group", metavar="ID", help="Show this one group.")] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="PROFILE", help="Look where this profile stores its runs."),
+    ] = None,
+    set_: SetOption = None,
+) -> None:
+    """Print the account of a run's groups: each one's fate, the reasons, staleness and attempts."""
+    from forebay.config import RunConfig, load_profile
+    from forebay.errors import UserError
+    from forebay.telemetry.ledger import (
+        account,
+        account_lines,
+        detail_lines,
+        group_lines,
+        located,
+        one_group,
+        read_ledger,
+    )
+
+    if profile is None and set_:
+        raise UserError("--set changes a profile: name one")
+    config = load_profile(profile, set_ or ()) if profile else RunConfig()
+    with located(run, config.storage) as path:
+        table = read_ledger(path)
+    if group is not None:
+        _print_pairs(group_lines(one_group(table, group)))
+        return
+    summed = account(table)
+    _print_account(account_lines(summed))
+    _print_pairs(detail_lines(summed))
+
+
+def _print_account(lines: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("fate", show_edge=False)
+    for name in ("groups", "tokens", "mean reward"):
+        table.add_column(name, justify="right")
+    for line in lines:
+        table.add_row(*line, end_section=line is lines[-2])
+    Console().print(table)
+    Console().print()
+
+
 def show_summary(summary: Mapping[str, Any], storage_uri: str) -> None:
     """Print a run's `summary.json` as a table, and where it lies."""
+    _print_pairs(summary_rows(summary, storage_uri))
+
+
+def _print_pairs(lines: Iterable[tuple[str, str]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -147,7 +201,7 @@ def show_summary(summary: Mapping[str, Any], storage_uri: str) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")  # never cut: the paths are there to be copied
-    for name, value in summary_rows(summary, storage_uri):
+    for name, value in lines:
         table.add_row(Text(name, "bold"), Text(value))
     Console().print(table)
 
@@ -167,14 +221,33 @@ def summary_rows(summary: Mapping[str, Any], storage_uri: str) -> list[tuple[str
         ("tokens", f"{_number(summary.get('tokens_per_s'))}/s"),
         (
             "staleness",
-            f"mean {_number(staleness.get('mean'), '', 2)}, max {_number(staleness.get('max'))}, "
-            f"bound {_number(staleness.get('bound'))}",
+            f"mean {_number(staleness.get('mean'), '', 2)}, 95% {_number(staleness.get('p95'))}, "
+            f"max {_number(staleness.get('max'))}, bound {_number(staleness.get('bound'))}",
         ),
+        ("weight refresh", _refresh_text(summary.get("refresh") or {})),
+        ("restarts", _restarts_text(summary)),
         ("groups", ", ".join(f"{count} {fate}" for fate, count in fates) or "-"),
         ("report", f"{place}/report.png"),
         ("summary", f"{place}/summary.json"),
         ("trained model", f"{place}/model"),
     ]
+
+
+def _refresh_text(refresh: Mapping[str, Any]) -> str:
+    if not refresh.get("count"):
+        return "-"
+    pause, share = refresh.get("pause_mean_s"), refresh.get("pause_share_of_step")
+    paused = f", pause {1000 * pause:.0f} ms" if pause is not None else ""
+    paused += f" ({share:.1%} of a step)" if share is not None else ""
+    tokens = (
+        f"{_number(refresh.get('tokens_recomputed'))} recomputed, {_number(refresh.get('tokens_discarded'))} discarded"
+    )
+    return f"{refresh['count']} x {refresh['mode']}{paused}; tokens: {tokens}"
+
+
+def _restarts_text(summary: Mapping[str, Any]) -> str:
+    counts = [(name, (summary.get(name) or {}).get("restarts")) for name in ("engines", "trainer")]
+    return ", ".join(f"{name} {count}" for name, count in counts if count is not None) or "-"
 
 
 def _number(value: float | None, unit: str = "", digits: int = 0) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from forebay.config import RunConfig
-from forebay.control.types import EngineFailure, RefreshRecord, Sample, Snapshot
+from forebay.control.types import EngineFailure, RefreshMode, RefreshRecord, Sample, Snapshot
 from forebay.data.schema import Row
 from forebay.errors import DataError, DeadlineError, ForebayError, RunError
 
@@ -28,7 +28,7 @@ class GreedyEngine(Protocol):
 
     async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample: ...
 
-    async def refresh(self, snapshot: Snapshot) -> RefreshRecord: ...
+    async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord: ...
 
     async def health(self) -> None: ...
 
@@ -79,7 +79,7 @@ class Examiner:
         for i in range(len(self._fleet.engines)):
             for attempt in range(_ATTEMPTS):
                 try:
-                    await self._fleet.engines[i].refresh(snapshot)
+                    await self._fleet.engines[i].refresh(snapshot, "retract")
                     break
                 except EngineFailure as error:
                     if attempt + 1 == _ATTEMPTS:
@@ -168,7 +168,7 @@ class Examiner:
             with self._wait(f"the restart of engine {i}"):
                 await self._fleet.restart(i)
                 if self._snapshot is not None:
-                    await self._fleet.engines[i].refresh(self._snapshot)
+                    await self._fleet.engines[i].refresh(self._snapshot, "retract")
             return True
 
     async def _usable(self, i: int) -> bool:

@@ -3,19 +3,33 @@
 Invariants:
 - What comes back is complete and checked, or an exception: `EngineFailure` (the engine or the way to it),
   `RequestRefused` (this prompt, on any engine). Neither ever looks like a response.
+- An `EngineFailure` of `generate` carries what is certain of each response, to be continued elsewhere.
 - After a refresh that failed, either the old weights serve on, or this client refuses work until `reset`.
 """
 
 import asyncio
-import math
-import time
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import httpx
 
 from forebay.config import RunConfig
-from forebay.control.types import EngineFailure, RefreshRecord, RequestRefused, Sample, Snapshot, VersionSpan
+from forebay.control.types import (
+    NOTHING,
+    EngineFailure,
+    GenerationAborted,
+    RefreshMode,
+    RefreshRecord,
+    RequestRefused,
+    Sample,
+    Snapshot,
+)
+from forebay.generation import engine_core
+from forebay.generation.responses import BadChunk, Response
+from forebay.generation.watchdog import Watchdog
 
 SEEDS_PER_REQUEST = 4096
 """vLLM gives child i of a request the seed + i; so far apart, two requests share no seed."""
@@ -26,7 +40,12 @@ REFUSED = frozenset({400, 413, 422})
 BACK_OUT_S = 10.0
 """For returning to the old weights after a refresh that failed."""
 HEALTH_S = 5.0
-REQUEST_FIELDS: Mapping[str, Any] = {"logprobs": 0, "detokenize": False}
+STREAM_INTERVAL = 16
+"""Tokens of a response in one chunk: what an engine's death loses of each response, and costs no throughput."""
+REQUEST_FIELDS: Mapping[str, Any] = {"logprobs": 0, "detokenize": False, "stream_interval": STREAM_INTERVAL}
+_BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+_Request = tuple[Mapping[str, Any], Sequence[Response]]
+"""The body, and the responses that its choices are."""
 
 
 class VllmEngine:
@@ -37,6 +56,10 @@ class VllmEngine:
         self.url = url
         self._generation = config.generation
         self._broken: str | None = None
+        self._calls: set[asyncio.Timeout] = set()
+        self._running: set[Response] = set()
+        self._kept_caches: set[int] = set()
+        self._watchdog = Watchdog(config.generation.stall_timeout_s, self._stalled)
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
@@ -45,27 +68,46 @@ class VllmEngine:
             trust_env=False,
         )
 
-    async def generate(self, prompt_ids: Sequence[int], n: int, seed: int) -> list[Sample]:
-        """`n` samples at the run's temperature; the same seed and weights give the same samples."""
-        sampling = {
-            "n": n,
-            "seed": seed * SEEDS_PER_REQUEST % 2**63,
-            "temperature": self._generation.temperature,
-            "max_tokens": self._generation.max_new_tokens,
-        }
-        return await self._sample(prompt_ids, sampling, n)
+    async def generate(self, prompt_ids: Sequence[int], prefixes: Sequence[Sample], seed: int) -> list[Sample]:
+        """A `GenerationEngine`'s; the same seed, prefixes and weights give the same samples."""
+        budget = self._generation.max_new_tokens
+        responses = [Response(prefix, budget) for prefix in prefixes]
+        base = seed * SEEDS_PER_REQUEST
+        if all(not prefix.ids for prefix in prefixes):
+            requests = [self._request(prompt_ids, budget, base, responses)]
+        else:
+            requests = [
+                self._request(
+                    [*prompt_ids, *response.prefix.ids],
+                    budget - len(response.prefix.ids),
+                    _seed_of_continuation(base + place, len(response.prefix.ids)),
+                    [response],
+                )
+                for place, response in enumerate(responses)
+                if not response.finished
+            ]
+        await self._sample(requests, responses)
+        return [response.sample() for response in responses]
 
     async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample:
         """The most likely token at every step."""
-        return (await self._sample(prompt_ids, {"n": 1, "temperature": 0.0, "max_tokens": max_tokens}, 1))[0]
+        response = Response(NOTHING, max_tokens)
+        sampling = {"n": 1, "temperature": 0.0, "max_tokens": max_tokens}
+        await self._sample([(_body(prompt_ids, sampling), [response])], [response])
+        return response.sample()
 
-    async def refresh(self, snapshot: Snapshot) -> RefreshRecord:
-        """Stage and verify while decoding goes on, then freeze, swap, forget the KV cache and go on."""
+    async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
+        """Stage and verify while decoding goes on, then swap as `mode` says, all within one call to the engine.
+
+        `pause_s` is the engine's own measurement. With `drain` the limit is that of a request besides.
+        """
         timeout_s = self._generation.refresh_timeout_s
+        if mode == "drain":
+            timeout_s += self._generation.request_timeout_s
         self._check_usable()
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._refresh(snapshot)
+                return await self._refresh(snapshot, mode)
         except TimeoutError:
             self._fail(f"the refresh to version {snapshot.version} was not done within {timeout_s:g} s")
 
@@ -85,68 +127,123 @@ class VllmEngine:
     async def close(self) -> None:
         """Drop all connections; the server aborts what still runs for them. Later calls raise `EngineFailure`."""
         self._broken = "it was closed"
+        self._end_calls()
         await self._http.aclose()
 
     def reset(self) -> None:
         """The server was started afresh: trust it again."""
         self._broken = None
+        self._kept_caches.clear()
 
-    async def _sample(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], n: int) -> list[Sample]:
+    def _request(self, token_ids: Sequence[int], max_tokens: int, seed: int, responses: Sequence[Response]) -> _Request:
+        sampling = {
+            "n": len(responses),
+            "seed": seed % 2**63,
+            "temperature": self._generation.temperature,
+            "max_tokens": max_tokens,
+        }
+        return _body(token_ids, sampling), responses
+
+    async def _sample(self, requests: Sequence[_Request], responses: Sequence[Response]) -> None:
+        """Do all requests at the same time; raises as `generate` does."""
         self._check_usable()
-        body = {"token_ids": list(prompt_ids), "sampling_params": {**REQUEST_FIELDS, **sampling}}
         timeout_s = self._generation.request_timeout_s
+        timer = asyncio.timeout(timeout_s)
+        self._running.update(responses)
+        self._calls.add(timer)
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._call("POST", "/inference/v1/generate", body, again=True)
+            async with timer:
+                with self._watchdog.call():
+                    await _all(self._stream(body, part) for body, part in requests)
         except TimeoutError:
-            self._fail(f"no answer to a request for {n} samples within {timeout_s:g} s")
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != n:
-            self._fail(f"{len(choices)} samples instead of {n}")
-        return [self._read(choice) for choice in choices]
+            why = self._broken or f"no answer to a request for {len(responses)} samples within {timeout_s:g} s"
+            self._fail(why, responses)
+        except EngineFailure as error:
+            raise EngineFailure(str(error), [response.sample() for response in responses]) from None
+        finally:
+            self._calls.discard(timer)
+            self._running.difference_update(responses)
+        if any(response.aborted for response in responses):
+            raise GenerationAborted([response.sample() for response in responses])
+        if unfinished := sum(not response.finished for response in responses):
+            self._fail(f"{unfinished} of {len(responses)} samples never ended", responses)
 
-    def _read(self, choice: Mapping[str, Any]) -> Sample:
-        reason = choice["finish_reason"]
-        if reason not in ("stop", "length"):
-            self._fail(f"a sample ended with finish_reason {reason!r}")
-        ids = tuple(choice["token_ids"])
-        logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
-        spans = tuple(VersionSpan(int(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"])
-        if len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)):
-            self._fail(f"{len(ids)} tokens with {len(logprobs)} log-probabilities, or some not finite")
-        # Spans must tile [0, len(ids)).
-        if [s.start for s in spans] + [len(ids)] != [0] + [s.end for s in spans]:
-            self._fail(f"version spans {spans} do not cover {len(ids)} tokens")
-        return Sample(ids, logprobs, spans, reason)
+    async def _stream(self, body: Mapping[str, Any], responses: Sequence[Response], again: bool = True) -> None:
+        """Fill `responses` from one request. `again`: repeat once if the connection breaks before an answer."""
+        path, answered = "/inference/v1/generate", False
+        try:
+            async with self._http.stream("POST", path, json=body) as answer:
+                answered = True
+                if answer.status_code != 200:
+                    await answer.aread()
+                    self._check_status("POST", path, answer)
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        self._watchdog.sign()
+                        self._take(json.loads(line[6:]), responses)
+        except httpx.HTTPError as error:
+            self._check_usable()
+            if again and not answered and isinstance(error, _BROKEN):
+                # Most likely an idle connection that the server was closing at this moment.
+                return await self._stream(body, responses, again=False)
+            self._fail(f"POST {path}: the connection broke ({error or type(error).__name__})")
 
-    async def _refresh(self, snapshot: Snapshot) -> RefreshRecord:
+    def _take(self, chunk: Mapping[str, Any], responses: Sequence[Response]) -> None:
+        if "error" in chunk:
+            # Once a stream has begun, the status is 200 whatever happens.
+            if isinstance(chunk["error"], dict) and chunk["error"].get("code") in REFUSED:
+                raise RequestRefused(f"engine {self.name} refuses the request: {_error_text(chunk)}")
+            self._fail(f"it gave up a request: {_error_text(chunk)}")
+        try:
+            for choice in chunk["choices"]:
+                responses[choice["index"]].add(choice, self._kept_caches)
+        except (BadChunk, KeyError, IndexError, TypeError) as error:
+            self._fail(str(error) if isinstance(error, BadChunk) else f"an unreadable answer: {error!r}")
+
+    def _stalled(self) -> None:
+        limit_s = self._generation.stall_timeout_s
+        self._broken = f"it has work and gave no token for {limit_s:g} s (generation.stall_timeout_s): it hangs"
+        self._end_calls()
+
+    def _end_calls(self) -> None:
+        """All calls under way fail now, for the reason in `_broken`."""
+        for timer in self._calls:
+            with suppress(RuntimeError):  # it ends just now anyway
+                timer.reschedule(0)
+
+    async def _refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
         await self._post("/start_weight_update")
-        swapped = finished = paused = False
+        swapping = done = False
         try:
             await self._stage(snapshot)
-            paused_at = time.monotonic()
-            paused = True
-            await self._post("/pause?mode=keep&clear_cache=true")
-            swapped = True
-            await self._post("/update_weights", {"update_info": {"action": "swap"}})
-            await self._post("/finish_weight_update", {"weight_version": str(snapshot.version)})
-            finished = True
+            swapping = True
+            record = await self._swap(snapshot, mode)
+            done = True
         finally:
-            if swapped and not finished:
+            if swapping and not done:
                 # New weights under an old name, or none at all: no token may come from here.
                 self._broken = f"the swap to version {snapshot.version} did not complete; restart this engine"
-            elif not finished:
-                await self._back_out(paused)
-        await self._post("/resume")
-        return RefreshRecord(snapshot.version, time.monotonic() - paused_at)
+            elif not done:
+                await self._back_out()
+        return record
 
-    async def _back_out(self, paused: bool) -> None:
+    async def _swap(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
+        # Before the swap: its first tokens may be here before its answer is.
+        (self._kept_caches.add if mode == "in_place" else self._kept_caches.discard)(snapshot.version)
+        discarded = sum(len(r.prefix.ids) for r in self._running if not r.finished) if mode == "abort" else 0
+        call = {"method": engine_core.METHOD, "kwargs": {"mode": mode, "version": str(snapshot.version)}}
+        with self._watchdog.halt():
+            answer = await self._call("POST", "/collective_rpc", call)
+        (record,) = answer["results"]
+        return RefreshRecord(
+            snapshot.version, record["pause_s"], record["tokens_recomputed"], record["tokens_discarded"] + discarded
+        )
+
+    async def _back_out(self) -> None:
         """Close a refresh that has changed nothing: weights and version stay."""
         try:
             async with asyncio.timeout(BACK_OUT_S):
                 await self._post("/finish_weight_update")
-                if paused:
-                    await self._post("/resume")
         except (EngineFailure, TimeoutError):
             self._broken = "it did not come back from a refresh that failed; restart this engine"
             raise
@@ -173,39 +270,66 @@ class VllmEngine:
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         await self._call("POST", path, body)
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, again: bool = False) -> Any:
-        """The decoded answer, {} if empty. `again`: repeat once if the connection breaks before an answer."""
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The decoded answer, {} if empty."""
         try:
             response = await self._http.request(method, path, json=body)
-        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
-            # Most likely an idle connection that the server was closing at this moment.
-            self._check_usable()
-            if again:
-                return await self._call(method, path, body)
-            self._fail(f"{method} {path}: the connection broke ({error or type(error).__name__})")
         except httpx.TimeoutException:
             self._fail(f"{method} {path}: no answer in time")
+        except _BROKEN as error:
+            self._check_usable()
+            self._fail(f"{method} {path}: the connection broke ({error or type(error).__name__})")
         except httpx.TransportError as error:
             self._fail(f"{method} {path}: {error or type(error).__name__}")
+        self._check_status(method, path, response)
+        return response.json() if response.content else {}
+
+    def _check_status(self, method: str, path: str, response: httpx.Response) -> None:
         if response.status_code in REFUSED:
             raise RequestRefused(f"engine {self.name} refuses the request: {_message(response)}")
         if response.status_code != 200:
             self._fail(f"{method} {path}: status {response.status_code}: {_message(response)}")
-        return response.json() if response.content else {}
 
     def _check_usable(self) -> None:
         if self._broken is not None:
             self._fail(self._broken)
 
-    def _fail(self, what: str) -> NoReturn:
-        raise EngineFailure(f"engine {self.name} at {self.url}: {what}")
+    def _fail(self, what: str, responses: Sequence[Response] = ()) -> NoReturn:
+        raise EngineFailure(f"engine {self.name} at {self.url}: {what}", [r.sample() for r in responses])
+
+
+async def _all(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All at the same time; the first exception ends the others."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _body(token_ids: Sequence[int], sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"token_ids": list(token_ids), "stream": True, "sampling_params": {**REQUEST_FIELDS, **sampling}}
+
+
+def _seed_of_continuation(seed: int, length: int) -> int:
+    """With the seed of its first part a response would go on with the random numbers of its first part."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {length}".encode()).digest()[:7]) if length else seed
 
 
 def _message(response: httpx.Response) -> str:
     """vLLM's error message in one line."""
     try:
-        error = response.json()["error"]
+        return _error_text(response.json())
+    except ValueError:
+        return " ".join(response.text.split())[:500]
+
+
+def _error_text(answer: Any) -> str:
+    try:
+        error = answer["error"]
         text = error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, KeyError, TypeError):
-        text = response.text
+    except (KeyError, TypeError):
+        text = str(answer)
     return " ".join(text.split())[:500]

@@ -8,17 +8,20 @@ import multiprocessing
 import os
 from typing import Any
 
+from forebay.generation import engine_core
+
 BACKEND = "forebay"
 FORK_VARIABLE = "FOREBAY_FORK_ENGINE"
 """Set to 1 by `forebay.generation.server` on CPU."""
 
 
 def register() -> None:
-    """Make the weight-transfer backend known; on CPU let the API server fork its EngineCore."""
+    """Make the weight-transfer backend and the refresh known; on CPU let the API server fork its EngineCore."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "forebay.generation.weights", "SnapshotEngine")
+    engine_core.install()
     if os.environ.get(FORK_VARIABLE) == "1":
         _fork_engine_core()
 

@@ -4,6 +4,7 @@ Invariants:
 - Nothing of the served model is touched before the whole snapshot is read and verified against its manifest.
 - The swap is one call to the worker, so no decoding step ever sees a half-loaded model; if it fails half-way, the
   process ends at once instead of serving weights that nobody published.
+- On CPU all the work of loading is done while decoding goes on (`forebay.generation.twin`); elsewhere in the swap.
 """
 
 import hashlib
@@ -22,9 +23,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader import reload
-from vllm.platforms import current_platform
+
+from forebay.generation import twin
 
 logger = logging.getLogger(__name__)
 
@@ -51,28 +51,35 @@ class SnapshotUpdate(WeightTransferUpdateInfo):
 
 
 class Staging:
-    """Reads and verifies one snapshot in a thread (hashing releases the GIL, so decoding goes on)."""
+    """Reads, verifies and prepares one snapshot in a thread; decoding goes on."""
 
-    def __init__(self, update: SnapshotUpdate, shapes: dict[str, list[int]], dtype: torch.dtype) -> None:
+    def __init__(self, update: SnapshotUpdate, shapes: dict[str, list[int]], model: Any, model_config: Any) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.twin: Any = None
+        """The prepared weights; None where the swap has to load `tensors`."""
         self.error: str | None = f"snapshot {update.path} could not be read; see the server's log"
-        self._update, self._shapes, self._dtype = update, shapes, dtype
+        self._update, self._shapes, self._model, self._model_config = update, shapes, model, model_config
         self._thread = threading.Thread(target=self._run, name="forebay-staging", daemon=True)
         self._thread.start()
 
     def done(self) -> bool:
         return not self._thread.is_alive()
 
-    def result(self) -> list[tuple[str, torch.Tensor]]:
-        """The verified tensors; raises `SnapshotRefused`."""
+    def wait(self) -> None:
+        """Raises `SnapshotRefused` unless all is ready."""
         self._thread.join()
         if self.error is not None:
             raise SnapshotRefused(self.error)
-        return self.tensors
 
     def _run(self) -> None:
         try:
-            self.tensors = read_snapshot(self._update, self._shapes, self._dtype)
+            dtype = self._model_config.dtype
+            assert isinstance(dtype, torch.dtype)  # vLLM resolves names at start
+            tensors = read_snapshot(self._update, self._shapes, dtype)
+            if twin.possible(self._model_config):
+                self.twin = twin.make_twin(self._model, self._model_config, tensors)
+            else:
+                self.tensors = tensors
             self.error = None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             # Whatever is wrong with the files (safetensors raises its own subclass of ValueError or RuntimeError).
@@ -140,7 +147,8 @@ def _check_tensors(tensors: list[tuple[str, torch.Tensor]], entries: dict[str, A
 
 
 class SnapshotEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
-    """vLLM's side of `VllmEngine.refresh`: start, update(stage), [staging_state ...], pause, update(swap), finish."""
+    """vLLM's side of `VllmEngine.refresh`: start, update(stage), [staging_state ...], then update(swap) and finish by
+    `forebay.generation.engine_core.refresh`."""
 
     init_info_cls = SnapshotInit
     update_info_cls = SnapshotUpdate
@@ -170,41 +178,23 @@ class SnapshotEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
         if update_info.action == "stage":
             if self._shapes is None:
                 self._shapes = served_shapes(self.model_config.model)
-            dtype = self.model_config.dtype
-            assert isinstance(dtype, torch.dtype)  # vLLM resolves names at start
-            self.staging = Staging(update_info, self._shapes, dtype)
+            self.staging = Staging(update_info, self._shapes, self.model, self.model_config)
             return
         if self.staging is None:
             raise SnapshotRefused("swap without stage")
-        tensors = self.staging.result()
+        self.staging.wait()
         done = False
         try:
-            self._swap(tensors)
+            if self.staging.twin is None:
+                twin.load(self.model, self.model_config, self.staging.tensors)
+            else:
+                twin.exchange(self.model, self.staging.twin)
             done = True
         finally:
             if not done:
                 logger.exception("The weights are half loaded: this process ends now.")
                 logging.shutdown()
                 os._exit(HALF_LOADED_EXIT_CODE)
-
-    def _swap(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        model: Any = self.model
-        layerwise: Any = reload
-        expected = {name for name, _ in model.named_parameters()}
-        remaining = iter(tensors)
-        layerwise.initialize_layerwise_reload(model)
-        loaded = model.load_weights(remaining)
-        layerwise.finalize_layerwise_reload(model, self.model_config)
-        if current_platform.is_cpu():
-            self._repack_tied_head()
-        if next(remaining, None) is not None or (loaded is not None and expected - set(loaded)):
-            raise SnapshotRefused(f"load_weights left out {sorted(expected - set(loaded or ()))[:3]}")
-
-    def _repack_tied_head(self) -> None:
-        """vLLM 0.32 on CPU: a tied lm_head computes with a packed copy of the embedding; a reload leaves it stale."""
-        for module in self.model.modules():
-            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
 
 
 class SnapshotWorker:

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forebay.control.types import EngineFailure, RequestRefused, Sample
+from forebay.control.types import NOTHING, EngineFailure, RequestRefused, Sample
 from forebay.data.schema import Row, read_rows
 from forebay.errors import RunError, UserError
 from forebay.generation.fleet import Fleet
@@ -91,7 +91,7 @@ async def _answer(run: RunContext, fleet: Fleet, index: int, row: Row) -> list[S
     seed = run.config.seed * 1_000_003 + index
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            return await fleet.engines[engine].generate(row.prompt_ids, size, seed)
+            return await fleet.engines[engine].generate(row.prompt_ids, [NOTHING] * size, seed)
         except RequestRefused:
             return []
         except EngineFailure:

@@ -19,7 +19,7 @@ from forebay.storage.store import Store, tree_files
 LATEST = "latest.json"
 COMPLETED = "completed"
 _SINGLE_FILES = (
-    "groups.parquet",
+    "ledger.parquet",
     "metrics.jsonl",
     "evaluation.json",
     "evaluation_samples.parquet",

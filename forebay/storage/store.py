@@ -110,19 +110,15 @@ class Store:
         """Copy a published tree to a folder, each file verified before it gets its name; returns the manifest."""
         manifest = self.read_manifest(prefix)
         for name, entry in self._stored_files(prefix, manifest).items():
-            target = local / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.parent / f".{uuid.uuid4().hex}.partial"
-            try:
-                self._objects.download(f"{prefix}/{name}", partial)
-                if _describe(partial) != entry:
-                    raise RunError(f"{self.uri}/{prefix}/{name}: damaged, it does not match its manifest")
-                os.replace(partial, target)
-            except FileNotFoundError:
-                raise RunError(f"{self.uri}/{prefix}/{name}: its manifest names this file, but it is gone") from None
-            finally:
-                partial.unlink(missing_ok=True)
+            self._fetch(prefix, name, entry, local)
         return manifest
+
+    def fetch_file(self, prefix: str, name: str, local: Path) -> Path:
+        """Copy one file of a published tree to a folder, verified; raises `UserError` if the tree has no such file."""
+        entry = self._stored_files(prefix, self.read_manifest(prefix)).get(name)
+        if entry is None:
+            raise UserError(f"{self.uri}/{prefix}: has no {name}")
+        return self._fetch(prefix, name, entry, local)
 
     def put_json(self, key: str, value: Mapping[str, Any]) -> None:
         """Write a JSON document; readers see the old one or the new one."""
@@ -140,6 +136,22 @@ class Store:
         if not isinstance(value, dict):
             raise RunError(f"{self.uri}/{key}: damaged, not a JSON object")
         return value
+
+    def _fetch(self, prefix: str, name: str, entry: StoredFile, local: Path) -> Path:
+        """The file gets its name when it is whole and matches its manifest."""
+        target = local / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.parent / f".{uuid.uuid4().hex}.partial"
+        try:
+            self._objects.download(f"{prefix}/{name}", partial)
+            if _describe(partial) != entry:
+                raise RunError(f"{self.uri}/{prefix}/{name}: damaged, it does not match its manifest")
+            os.replace(partial, target)
+        except FileNotFoundError:
+            raise RunError(f"{self.uri}/{prefix}/{name}: its manifest names this file, but it is gone") from None
+        finally:
+            partial.unlink(missing_ok=True)
+        return target
 
     def _published(self, prefix: str, entries: Mapping[str, StoredFile]) -> dict[str, Any] | None:
         """The manifest under this prefix if it names just these files, None if there is no manifest."""

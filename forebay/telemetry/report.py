@@ -37,7 +37,7 @@ _BLUE, _LIGHT_BLUE, _ORANGE, _GREEN, _GREY, _RED = "#1f6fb2", "#a9cbe8", "#e08a1
 def write_report(run: RunContext, summary: Mapping[str, Any]) -> Path:
     """Draw `report.png` (1400 x 1000 pixels) in the run's folder from whatever the run has left there."""
     metrics = read_metrics(run.metrics)
-    groups = _read_table(run.root / "groups.parquet")
+    groups = _read_table(run.root / "ledger.parquet")
     profile = _read_table(run.lengths / "profile.parquet")
     figure = Figure(figsize=(14, 10), dpi=100, facecolor="white")
     axes = figure.subplots(2, 3, gridspec_kw={"wspace": 0.24, "hspace": 0.34}).flat
@@ -96,11 +96,36 @@ def _key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("median step time", _number(summary.get("step_time_s"), 2, " s")),
         ("share of step time waiting for data", _percent(summary.get("train_wait_ratio"))),
         ("response tokens per second", _number(summary.get("tokens_per_s"), 0)),
-        ("staleness, mean / largest / bound", _joined(staleness, ("mean", "max", "bound"))),
+        ("staleness, mean / 95% / largest / bound", _joined(staleness, ("mean", "p95", "max", "bound"))),
+        ("staleness of a token, mean", _number(staleness.get("token_mean"), 2)),
+        ("weight refresh", _refresh_text(_part(summary, "refresh"))),
+        ("restarts, engines / trainer", _restarts_text(summary)),
         ("groups", ", ".join(f"{count} {fate}" for fate, count in fates.items()) or None),
         ("rank correlation of predicted lengths", _number(_part(summary, "lengths").get("spearman"), 2)),
     ]
     return [(name, text) for name, text in numbers if text is not None]
+
+
+def _refresh_text(refresh: Mapping[str, Any]) -> str | None:
+    if not refresh.get("count"):
+        return None
+    pause, most = refresh.get("pause_mean_s"), refresh.get("pause_max_s")
+    share = _percent(refresh.get("pause_share_of_step"), 1)
+    parts = [
+        f"{refresh['count']} x {refresh['mode']}",
+        f"pause {1000 * pause:.0f} ms (largest {1000 * most:.0f} ms)"
+        if pause is not None and most is not None
+        else None,
+        f"{share} of a step" if share else None,
+        f"{refresh.get('tokens_recomputed') or 0:,} tokens recomputed",
+        f"{refresh.get('tokens_discarded') or 0:,} discarded",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _restarts_text(summary: Mapping[str, Any]) -> str | None:
+    engines, trainer = _part(summary, "engines").get("restarts"), _part(summary, "trainer").get("restarts")
+    return None if engines is None or trainer is None else f"{engines} / {trainer}"
 
 
 def _write_header(figure: Figure, run: RunContext, summary: Mapping[str, Any]) -> None:
@@ -292,8 +317,8 @@ def _number(value: float | None, digits: int, unit: str = "") -> str | None:
     return None if value is None else f"{value:,.{digits}f}{unit}"
 
 
-def _percent(value: float | None) -> str | None:
-    return None if value is None else f"{value:.0%}"
+def _percent(value: float | None, digits: int = 0) -> str | None:
+    return None if value is None else f"{value:.{digits}%}"
 
 
 def _joined(values: Mapping[str, Any], names: Sequence[str]) -> str | None:

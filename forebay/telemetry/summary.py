@@ -33,6 +33,9 @@ KEYS = (
     "step_time_s",
     "train_wait_ratio",
     "staleness",
+    "refresh",
+    "engines",
+    "trainer",
     "fates",
     "tokens_per_s",
     "lengths",
@@ -67,11 +70,10 @@ def build_summary(
         },
         "step_time_s": _finite(statistics.median(trained.step_times)) if trained.step_times else None,
         "train_wait_ratio": _finite(wait_s / step_s) if step_s > 0 else None,
-        "staleness": {
-            "bound": _finite(trained.staleness_bound),
-            "mean": _finite(trained.staleness_mean),
-            "max": _finite(trained.staleness_max),
-        },
+        "staleness": _staleness(trained),
+        "refresh": _refresh(run, trained),
+        "engines": {"restarts": trained.engine_restarts},
+        "trainer": {"restarts": trained.trainer_restarts},
         "fates": {str(fate): count for fate, count in trained.fates.items()},
         "tokens_per_s": _finite(trained.tokens_per_s),
         "lengths": {"spearman": _finite(lengths.spearman)},
@@ -79,6 +81,32 @@ def build_summary(
         "minibatches": schedule.minibatches,
     }
     return summary
+
+
+def _staleness(trained: "TrainResult") -> dict[str, Any]:
+    """In versions, of the trained groups by their oldest token; `token_mean` of every trained token."""
+    return {
+        "bound": _finite(trained.staleness_bound),
+        "mean": _finite(trained.staleness_mean),
+        "max": _finite(trained.staleness_max),
+        "p95": _finite(trained.staleness_p95),
+        "token_mean": _finite(trained.token_staleness_mean),
+        "histogram": {str(age): groups for age, groups in sorted(trained.staleness_histogram.items())},
+    }
+
+
+def _refresh(run: RunContext, trained: "TrainResult") -> dict[str, Any]:
+    """`pause_share_of_step`: mean pause of one engine for one refresh, over the median step time."""
+    step_s = statistics.median(trained.step_times) if trained.step_times else 0.0
+    return {
+        "mode": run.config.control.refresh,
+        "count": trained.refreshes,
+        "pause_mean_s": _finite(trained.refresh_pause_s) if trained.refreshes else None,
+        "pause_max_s": _finite(trained.refresh_pause_max_s) if trained.refreshes else None,
+        "pause_share_of_step": _finite(trained.refresh_pause_s / step_s) if trained.refreshes and step_s else None,
+        "tokens_recomputed": trained.tokens_recomputed,
+        "tokens_discarded": trained.tokens_discarded,
+    }
 
 
 def failure_summary(

@@ -38,9 +38,11 @@ class ControlClient:
             trust_env=False,
         )
 
-    def next_batch(self, step: int) -> bytes | None:
-        """The body of the batch of this step, or None: not yet, ask again."""
-        response = self._post("/v1/batches/next", {"step": step})
+    def next_batch(self, step: int, received: int | None = None) -> bytes | None:
+        """The body of the batch of this step, or None: not yet, ask again. With `received` (groups of this step that
+        are here already): a chunk, the groups that come next."""
+        streaming = {} if received is None else {"streaming": True, "received": received}
+        response = self._post("/v1/batches/next", {"step": step, **streaming})
         return None if response.status_code == 204 else response.content
 
     def report_step(
@@ -55,6 +57,10 @@ class ControlClient:
             "/v1/snapshots",
             {"version": snapshot.version, "path": snapshot.path, "manifest_sha256": snapshot.manifest_sha256},
         )
+
+    def report_checkpoint(self, step: int) -> None:
+        """Steps up to this one need never be trained again."""
+        self._post("/v1/checkpoints", {"step": step})
 
     def _post(self, path: str, message: dict[str, Any]) -> httpx.Response:
         body = msgpack.packb(message)

@@ -1,8 +1,9 @@
-"""The policy under DeepSpeed ZeRO: one optimizer step from one batch, and the full weights back out.
+"""The policy under DeepSpeed ZeRO: one optimizer step from one batch, whole or in chunks, and the full weights back
+out.
 
 Invariants:
-- The loss is a mean over the response tokens of the whole batch, so the split over ranks and micro-batches does not
-  change the update.
+- The loss is a mean over the response tokens of the whole batch, so the split over ranks, chunks and micro-batches does
+  not change the update.
 - Every rank runs the same number of forward and backward passes.
 - Nothing is updated from a loss that is not finite.
 """
@@ -20,11 +21,12 @@ from transformers.utils import logging as transformers_logging
 from forebay.config import RunConfig
 from forebay.errors import RunError, UserError
 from forebay.run import RunContext
-from forebay.training.batches import TrainBatch
+from forebay.training.batches import Chunk, Totals
 from forebay.training.distributed import Ranks
 from forebay.training.logprobs import PolicyModel
 from forebay.training.losses import clipped_policy_loss, clipped_tokens, divergence
 from forebay.training.packing import MicroBatch, TrainSequence, pack, plan_micro_batches
+from forebay.training.zero import deepspeed_config, load_optimizer_state, optimizer_state, scaled_step
 
 SHARD_BYTES = 2 << 30
 """Weights gathered, converted and written at a time."""
@@ -41,54 +43,77 @@ class TrainEngine:
         config = run.config
         self._config, self._ranks = config.training, ranks
         self._dtype = getattr(torch, config.model.dtype)
+        self._peak_rate = peak_rate(config)
         self._updates = 0
+        self._totals, self._meter = Totals(), _Meter(ranks.device)
         torch.manual_seed(config.seed + ranks.rank)
         policy = _load_policy(run, self._dtype, ranks.device)
         self._lm = policy.lm
         optimizer = torch.optim.AdamW(
             _parameter_groups(policy, config.training.weight_decay),
-            lr=config.training.learning_rate,
+            lr=self._peak_rate,
             betas=config.training.betas,
         )
         self._engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(config))
 
-    def step(self, batch: TrainBatch) -> dict[str, float]:
-        """One update; returns the metrics of the whole batch. An empty batch changes nothing."""
-        if not batch.sequences:
-            return batch.metrics
-        plan = plan_micro_batches([len(s) for s in batch.sequences], self._ranks.world, self._config.micro_batch_tokens)
-        meter = _Meter(self._ranks.device)
+    def accumulate(self, chunk: Chunk) -> None:
+        """Add the gradients of these groups to the step's. Nothing is divided yet: how many tokens the batch has is
+        known when its last chunk is here."""
+        self._totals += chunk.totals
+        plan = plan_micro_batches([len(s) for s in chunk.sequences], self._ranks.world, self._config.micro_batch_tokens)
         for indices in plan[self._ranks.rank]:
-            micro = pack([batch.sequences[i] for i in indices]).to(self._ranks.device)
-            self._backward(micro, batch.tokens, meter)
-        metrics = batch.metrics | meter.result(self._ranks, batch.tokens)
+            self._backward(pack([chunk.sequences[i] for i in indices]).to(self._ranks.device))
+
+    def update(self, step: int) -> dict[str, float]:
+        """One update from what has been accumulated; returns the metrics of the whole batch. An empty batch changes
+        nothing."""
+        totals, meter = self._totals, self._meter
+        self._totals, self._meter = Totals(), _Meter(self._ranks.device)
+        metrics = totals.metrics()
+        if not totals.tokens:
+            return metrics
+        metrics |= meter.result(self._ranks, totals.tokens)
         if not math.isfinite(metrics["loss"]):
-            raise RunError(f"step {batch.step}: the loss is {metrics['loss']}; lower training.learning_rate")
+            raise RunError(f"step {step}: the loss is {metrics['loss']}; lower training.learning_rate")
         metrics["learning_rate"] = self._set_learning_rate()
-        self._engine.step()
+        metrics["grad_norm"] = scaled_step(self._engine, totals.tokens)
         self._updates += 1
-        metrics["grad_norm"] = float(self._engine.get_global_grad_norm())
         if not math.isfinite(metrics["grad_norm"]):
-            raise RunError(f"step {batch.step}: the gradient is not finite; lower training.learning_rate")
+            raise RunError(f"step {step}: the gradient is not finite; lower training.learning_rate")
         return metrics
 
-    def _backward(self, micro: MicroBatch, tokens: int, meter: "_Meter") -> None:
+    def _backward(self, micro: MicroBatch) -> None:
         c = self._config
         logprobs, entropy = self._engine(micro)
         token_loss, ratio = clipped_policy_loss(logprobs, micro.behaviour, micro.advantages, c.clip_low, c.clip_high)
-        loss = (token_loss * micro.weights).sum() / tokens
+        loss = (token_loss * micro.weights).sum()
         # DeepSpeed takes the mean of the ranks' gradients; the loss is a sum over ranks.
         self._engine.backward(loss * self._ranks.world, scale_wrt_gas=False)
         with torch.no_grad():
             clipped = clipped_tokens(ratio, micro.advantages, c.clip_low, c.clip_high)
-            meter.add(micro, loss, logprobs, ratio, entropy, clipped)
+            self._meter.add(micro, loss, logprobs, ratio, entropy, clipped)
 
     def _set_learning_rate(self) -> float:
         warmup = self._config.warmup_steps
-        factor = min(1.0, (self._updates + 1) / warmup) if warmup else 1.0
+        rate = self._peak_rate * (min(1.0, (self._updates + 1) / warmup) if warmup else 1.0)
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = self._config.learning_rate * factor
-        return self._config.learning_rate * factor
+            group["lr"] = rate
+        return rate
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank needs to go on from here: a copy on the CPU. Gradients accumulated so far are no part."""
+        state = optimizer_state(self._engine) | {"updates": torch.tensor(self._updates), "rng": torch.get_rng_state()}
+        if self._ranks.device.type == "cuda":
+            state["rng.cuda"] = torch.cuda.get_rng_state(self._ranks.device)
+        return state
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Go on from there. All ranks together."""
+        load_optimizer_state(self._engine, state)
+        self._updates = int(state["updates"])
+        torch.set_rng_state(state["rng"])
+        if self._ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(state["rng.cuda"], self._ranks.device)
 
     def shards(self) -> Iterator[list[tuple[str, Tensor]]]:
         """The full weights by hub name, in `model.dtype`, on the CPU, about 2 GiB at a time.
@@ -96,6 +121,12 @@ class TrainEngine:
         Every rank must exhaust it (gathering is collective); ranks other than 0 get empty lists.
         """
         return full_shards(self._lm, self._dtype, self._ranks.rank)
+
+
+def peak_rate(config: RunConfig) -> float:
+    """The learning rate after warm-up."""
+    shared = config.control.sync_every if config.control.learning_rate_scaling == "inverse_interval" else 1
+    return config.training.learning_rate / shared
 
 
 class _Meter:
@@ -119,7 +150,7 @@ class _Meter:
         loss, clipped, entropy, mismatch, current = ranks.sum(self._sums.cpu()).tolist()
         ratio_max, gap_max = ranks.max(self._maxima.cpu()).tolist()
         metrics = {
-            "loss": loss,
+            "loss": loss / tokens,
             "clip_fraction": clipped / tokens,
             "entropy": entropy / tokens,
             "ratio_max": ratio_max,
@@ -127,24 +158,6 @@ class _Meter:
         if current:
             metrics |= {"mismatch/kl_mean": mismatch / current, "mismatch/max_abs": gap_max}
         return metrics
-
-
-def deepspeed_config(config: RunConfig) -> dict[str, Any]:
-    """Unmanaged accumulation: each backward pass adds up, each `step()` is the boundary, so the number of
-    micro-batches may differ from step to step."""
-    bf16 = config.model.dtype == "bfloat16"
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": config.training.grad_clip,
-        "steps_per_print": None,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": config.training.zero_stage, "overlap_comm": False},
-        "bf16": {"enabled": bf16},
-        **({"data_types": {"grad_accum_dtype": "fp32"}} if bf16 else {}),
-    }
 
 
 def full_shards(lm: PreTrainedModel, dtype: torch.dtype, rank: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -115,6 +115,21 @@ def snapshot_folder(snapshots: Path, version: int) -> Path:
     return snapshots / f"v{version:08d}"
 
 
+def newest_version(snapshots: Path) -> int:
+    """Of the snapshots there; 0 if there is none."""
+    return max((int(p.name[1:]) for p in snapshots.iterdir() if _VERSION_FOLDER.fullmatch(p.name)), default=0)
+
+
+def existing_snapshot(folder: Path, version: int) -> Snapshot | None:
+    """The complete snapshot that lies there, as `SnapshotWriter.write` returned it; None if there is no folder. Raises
+    `RunError` if it is something else."""
+    if not folder.exists():
+        return None
+    if read_manifest(folder)["version"] != version:
+        raise RunError(f"{folder} is there already and does not hold version {version}")
+    return Snapshot(version, str(folder), hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest())
+
+
 def prune(snapshots: Path, keep: int = KEEP) -> None:
     """Remove all but the newest `keep` snapshots, and what a killed writer left behind."""
     names = sorted((p.name for p in snapshots.iterdir() if _VERSION_FOLDER.fullmatch(p.name)), key=lambda n: int(n[1:]))

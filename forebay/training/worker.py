@@ -2,7 +2,9 @@
 
 Invariants:
 - Rank 0 alone speaks to the Control Unit; the others do what it says, in the same order.
-- A step is reported before the snapshot it leads to.
+- A step is reported before the snapshot it leads to, and before its checkpoint is begun.
+- A trainer that starts goes on after the newest checkpoint. What it trains again it publishes under the same number,
+  and a version that is on the disk stays as it is: the Control Unit serves the same groups again.
 - `trainer_done.json` = {"steps": n, "reason": null | why it stopped early} is written last. All steps done and the
   trained model complete: n equals training.steps and the reason is null. Judge by it, not by the exit code.
 """
@@ -16,15 +18,18 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from forebay.config import parse_config
 from forebay.control.types import Snapshot
 from forebay.errors import ForebayError, RunError
 from forebay.run import RunContext
-from forebay.training.batches import decode_batch
+from forebay.training.batches import Chunk, decode_chunk
+from forebay.training.checkpoints import Checkpoints
 from forebay.training.client import ControlClient, RunOver
 from forebay.training.distributed import Message, Ranks
 from forebay.training.engine import TrainEngine
-from forebay.training.snapshots import SnapshotWriter, prune, snapshot_folder
+from forebay.training.snapshots import SnapshotWriter, existing_snapshot, newest_version, prune, snapshot_folder
 
 TOKEN = "FOREBAY_TOKEN"
 
@@ -37,11 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run, control_url = read_job(parser.parse_args(arguments).job)
         ranks = Ranks.join(run.config.training.step_timeout_s)
-        engine = TrainEngine(run, ranks)
+        trainer = _Trainer(run, ranks)
         if ranks.rank == 0:
-            _Leader(run, control_url, ranks, engine).train()
+            _Leader(run, control_url, ranks, trainer).train()
         else:
-            _follow(run, ranks, engine)
+            _follow(trainer, ranks)
         ranks.leave()
     except ForebayError as error:
         where = "trainer" if rank == "0" else f"trainer: rank {rank}"
@@ -68,86 +73,167 @@ def read_job(path: Path) -> tuple[RunContext, str]:
         raise RunError(f"{path} is not a trainer's job ({type(error).__name__}: {error})") from None
 
 
-def _follow(run: RunContext, ranks: Ranks, engine: TrainEngine) -> None:
+class _Trainer:
+    """What every rank does alike."""
+
+    def __init__(self, run: RunContext, ranks: Ranks) -> None:
+        config = run.config
+        layout: dict[str, int | str] = {"zero_stage": config.training.zero_stage, "dtype": config.model.dtype}
+        self.checkpoints = Checkpoints(run.checkpoints, ranks, layout, config.training.step_timeout_s)
+        self.engine = TrainEngine(run, ranks)
+        self.done = 0
+        """Steps trained, in earlier lives too."""
+        self.saved = 0
+        """Step of the newest checkpoint."""
+        self._config = config
+        if (checkpoint := self.checkpoints.load()) is not None:
+            self.done, state = checkpoint
+            self.saved = self.done
+            self.engine.load_state(state)
+
+    def take(self, body: bytes) -> tuple[Chunk, dict[str, float] | None]:
+        """Decode and accumulate a chunk; with the step's last one comes the update, and the step's metrics."""
+        chunk = decode_chunk(body, self._config.training.advantage)
+        self.engine.accumulate(chunk)
+        return chunk, self.engine.update(chunk.step) if chunk.complete else None
+
+    def is_published(self, step: int) -> bool:
+        """Whether a snapshot follows this step."""
+        return step % self._config.control.sync_every == 0
+
+    def is_saved(self, step: int) -> bool:
+        """Whether a checkpoint follows this step."""
+        return step % self._config.training.checkpoint_every == 0
+
+    def save(self, step: int, state: dict[str, Tensor]) -> None:
+        """Begin the checkpoint of this step."""
+        self.checkpoints.save(step, state)
+        self.saved = step
+
+    def drain(self) -> None:
+        """Take part in gathering the weights without wanting them."""
+        for _ in self.engine.shards():
+            pass
+
+    def finish(self, save_step: int | None) -> None:
+        """The last checkpoint, if one is asked for; then until all that were begun are complete."""
+        if save_step is not None:
+            self.save(save_step, self.engine.state())
+        self.checkpoints.wait()
+
+
+def _follow(trainer: _Trainer, ranks: Ranks) -> None:
     while True:
         kind, body = ranks.receive()
         if kind is Message.STOP:
-            if json.loads(body)["export"]:
-                _drain(engine)
+            orders = json.loads(body)
+            trainer.finish(orders["save"])
+            if orders["export"]:
+                trainer.drain()
             return
-        batch = decode_batch(body, run.config.training.advantage)
-        engine.step(batch)
-        if batch.step % run.config.control.sync_every == 0:
-            _drain(engine)
-
-
-def _drain(engine: TrainEngine) -> None:
-    for _ in engine.shards():
-        pass
+        chunk, metrics = trainer.take(body)
+        if metrics is not None:
+            if trainer.is_published(chunk.step):
+                trainer.drain()
+            if trainer.is_saved(chunk.step):
+                trainer.save(chunk.step, trainer.engine.state())
 
 
 class _Leader:
     """Rank 0."""
 
-    def __init__(self, run: RunContext, control_url: str, ranks: Ranks, engine: TrainEngine) -> None:
-        self._run, self._ranks, self._engine = run, ranks, engine
+    def __init__(self, run: RunContext, control_url: str, ranks: Ranks, trainer: _Trainer) -> None:
+        self._run, self._ranks, self._trainer = run, ranks, trainer
         self._client = ControlClient(control_url, run.token, run.config.training.step_timeout_s)
         self._writer = SnapshotWriter(run.start_model, run.config.model.dtype)
-        self._done = 0
+        self._completion = run.root / "trainer_done.json"
+        self._completion.unlink(missing_ok=True)
         run.snapshots.mkdir(parents=True, exist_ok=True)
+        self._published = newest_version(run.snapshots)
 
     def train(self) -> None:
         """All steps, the trained model, the record of completion."""
-        steps, reason = self._run.config.training.steps, None
+        trainer, steps, reason = self._trainer, self._run.config.training.steps, None
         try:
-            for step in range(1, steps + 1):
+            for step in range(trainer.done + 1, steps + 1):
                 self._step(step)
         except RunOver as over:
             # After the last step the run is over in any case, and its last snapshot may come too late for anyone.
-            reason = str(over) if self._done < steps else None
-        self._ranks.send(Message.STOP, json.dumps({"export": reason is None}).encode())
+            reason = str(over) if trainer.done < steps else None
+        save = trainer.done if reason is not None and trainer.done > trainer.saved else None
+        self._ranks.send(Message.STOP, json.dumps({"export": reason is None, "save": save}).encode())
+        trainer.finish(save)
         if reason is None:
-            sync_every = self._run.config.control.sync_every
-            version = -(-steps // sync_every)
-            self._writer.write(self._run.trained_model, version, self._engine.shards(), fsync=True)
-        _record(self._run.root / "trainer_done.json", {"steps": self._done, "reason": reason})
+            version = -(-steps // self._run.config.control.sync_every)
+            self._write(self._run.trained_model, version, fsync=True)
+        _record(self._completion, {"steps": trainer.done, "reason": reason})
 
     def _step(self, step: int) -> None:
         began = time.perf_counter()
-        body = self._await_batch(step)
-        received = time.perf_counter()
-        batch = decode_batch(body, self._run.config.training.advantage)
-        if batch.step != step:
-            raise RunError(f"the Control Unit sent the batch of step {batch.step}, not of step {step}")
-        self._ranks.send(Message.BATCH, body)
-        metrics = self._engine.step(batch)
+        metrics, waited = self._train(step)
         trained = time.perf_counter()
-        snapshot = self._snapshot(step) if step % self._run.config.control.sync_every == 0 else None
+        snapshot = self._snapshot(step) if self._trainer.is_published(step) else None
+        state = self._trainer.engine.state() if self._trainer.is_saved(step) else None
         published = time.perf_counter()
         self._client.report_step(
             step,
-            train_wait_s=received - began,
-            train_s=trained - received,
+            train_wait_s=waited,
+            train_s=trained - began - waited,
             publish_s=published - trained,
             metrics=metrics,
         )
-        self._done = step
+        self._trainer.done = step
         if snapshot:
             self._client.report_snapshot(snapshot)
+        # Not before the report: what a checkpoint holds, the Control Unit has heard of.
+        if state is not None:
+            self._trainer.save(step, state)
 
-    def _await_batch(self, step: int) -> bytes:
+    def _train(self, step: int) -> tuple[dict[str, float], float]:
+        """(metrics, seconds spent waiting for groups). Streaming: chunk after chunk, as they come."""
+        streaming, received, waited = self._run.config.training.streaming, 0, 0.0
+        version = None
         while True:
-            body = self._client.next_batch(step)
+            asked = time.perf_counter()
+            body = self._await_groups(step, received if streaming else None)
+            waited += time.perf_counter() - asked
+            self._ranks.send(Message.BATCH, body)
+            chunk, metrics = self._trainer.take(body)
+            version = chunk.version if version is None else version
+            if (chunk.step, chunk.version) != (step, version):
+                raise RunError(
+                    f"the Control Unit sent groups of step {chunk.step}, version {chunk.version}, not of step {step}, "
+                    f"version {version}"
+                )
+            received += chunk.totals.groups
+            if metrics is not None:
+                return metrics, waited
+
+    def _await_groups(self, step: int, received: int | None) -> bytes:
+        while True:
+            if (saved := self._trainer.checkpoints.finished()) is not None:
+                self._client.report_checkpoint(saved)
+            body = self._client.next_batch(step, received)
             if body is not None:
                 return body
             self._ranks.send(Message.WAIT)
 
-    def _snapshot(self, step: int) -> Snapshot:
+    def _snapshot(self, step: int) -> Snapshot | None:
+        """None if a trainer that died had gone on to a later version: then nobody waits for this one."""
         version = step // self._run.config.control.sync_every
-        folder = snapshot_folder(self._run.snapshots, version)
-        snapshot = self._writer.write(folder, version, self._engine.shards(), fsync=False)
+        if version < self._published:
+            self._trainer.drain()
+            return None
+        snapshot = self._write(snapshot_folder(self._run.snapshots, version), version, fsync=False)
         prune(self._run.snapshots)
         return snapshot
+
+    def _write(self, folder: Path, version: int, *, fsync: bool) -> Snapshot:
+        """The weights; or, if a trainer that died had written them, those: engines may have them already."""
+        if (snapshot := existing_snapshot(folder, version)) is not None:
+            self._trainer.drain()
+            return snapshot
+        return self._writer.write(folder, version, self._trainer.engine.shards(), fsync=fsync)
 
 
 def _record(path: Path, content: dict[str, Any]) -> None:

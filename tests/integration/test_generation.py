@@ -14,7 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forebay.config import parse_config
-from forebay.control.types import EngineFailure, RequestRefused, Sample, Snapshot
+from forebay.control.types import (
+    NOTHING,
+    EngineFailure,
+    GenerationAborted,
+    RefreshMode,
+    RequestRefused,
+    Sample,
+    Snapshot,
+    VersionSpan,
+)
 from forebay.errors import RunError, UserError
 from forebay.generation.fleet import Fleet
 from forebay.launch.cores import CorePlan
@@ -39,11 +48,12 @@ def snapshot_of(served: Served, name: str, tmp_path: Path, change=None) -> Snaps
     return write_snapshot(getattr(served, name), folder, served.version, change)
 
 
-def serve(served: Served, name: str, tmp_path: Path) -> int:
+def serve(served: Served, name: str, tmp_path: Path, mode: RefreshMode = "retract") -> int:
     """Refresh the engine with a model; returns its version."""
-    record = served.runner.run(served.engine.refresh(snapshot_of(served, name, tmp_path)))
+    record = served.runner.run(served.engine.refresh(snapshot_of(served, name, tmp_path), mode))
     assert record.version == served.version
     assert 0 < record.pause_s < 5
+    assert (record.tokens_recomputed, record.tokens_discarded) == (0, 0)
     return served.version
 
 
@@ -55,7 +65,7 @@ def assert_matches(reference: ReferenceModel, prompt: list[int], sample: Sample,
 def assert_serves(served: Served, reference: ReferenceModel, version: int, seed: int) -> None:
     """Sampled log-probabilities and greedy tokens are the reference's; every token says this version."""
     for prompt in PROMPTS:
-        samples = served.runner.run(served.engine.generate(prompt, 3, seed))
+        samples = served.runner.run(served.engine.generate(prompt, [NOTHING] * 3, seed))
         greedy = served.runner.run(served.engine.greedy(prompt, 24))
         assert reference.is_greedy(prompt, greedy.ids)
         assert len(greedy.ids) == 24 or greedy.ids[-1] == END
@@ -77,7 +87,7 @@ def test_log_probabilities_before_and_after_refreshes(
 
 def test_end_token_is_part_of_the_sample(served: Served, tmp_path: Path) -> None:
     serve(served, "first", tmp_path)
-    samples = served.runner.run(served.engine.generate(PROMPTS[0], 32, 5))
+    samples = served.runner.run(served.engine.generate(PROMPTS[0], [NOTHING] * 32, 5))
     reasons = {sample.finish_reason for sample in samples}
     assert reasons == {"stop", "length"}
     for sample in samples:
@@ -90,38 +100,187 @@ def test_seeds_repeat_and_do_not_overlap(served: Served, tmp_path: Path) -> None
     serve(served, "first", tmp_path)
 
     def draw(seed: int) -> list[tuple[int, ...]]:
-        return [sample.ids for sample in served.runner.run(served.engine.generate([4, 5], 4, seed))]
+        return [sample.ids for sample in served.runner.run(served.engine.generate([4, 5], [NOTHING] * 4, seed))]
 
     assert draw(11) == draw(11)
     # In vLLM child i takes seed + i: with raw seeds, 11's second child would be 12's first.
     assert len({*draw(11), *draw(12), *draw(13)}) == 12
 
 
+MODES: tuple[RefreshMode, ...] = ("retract", "in_place", "abort", "drain")
+LONG = [4 + i % 90 for i in range(200)]
+"""More than one KV block of 128: the prefix cache has something to offer."""
+
+
+def across(served: Served, name: str, tmp_path: Path, mode: RefreshMode, count: int = 16):
+    """`count` calls for 8 samples each, with a refresh in their midst; what became of them, and the record."""
+    snapshot = snapshot_of(served, name, tmp_path)
+
+    async def together():
+        prompts = [[2, 3 + i, 40 - i] for i in range(count)]
+        running = [asyncio.create_task(served.engine.generate(p, [NOTHING] * 8, i)) for i, p in enumerate(prompts)]
+        await _decoding(served, 100)
+        record = await served.engine.refresh(snapshot, mode)
+        results = await asyncio.gather(*running, return_exceptions=True)
+        return record, list(zip(prompts, results, strict=True))
+
+    return served.runner.run(together())
+
+
+def assert_exact(served: Served, models: dict[int, ReferenceModel], prompt: list[int], sample: Sample) -> None:
+    """Each token's log-probability is that of the version that it claims."""
+    assert len(sample.ids) == len(sample.logprobs) == sum(span.end - span.start for span in sample.versions)
+    assert len(sample.ids) <= served.run.config.generation.max_new_tokens
+    temperature = served.run.config.generation.temperature
+    for span in sample.versions:
+        expected = models[span.version].logprobs(prompt, sample.ids, temperature)
+        for i in range(span.start, span.end):
+            assert abs(sample.logprobs[i] - expected[i]) < 1e-4
+
+
 def test_refresh_in_mid_generation(served: Served, references: dict[str, ReferenceModel], tmp_path: Path) -> None:
-    """Tokens before the swap are the old model's, tokens after it the new one's, each under its version."""
+    """Retract: tokens before the swap are the old model's, tokens after it the new one's."""
+    old = serve(served, "first", tmp_path)
+    record, results = across(served, "second", tmp_path, "retract")
+    models = {old: references["first"], record.version: references["second"]}
+    for prompt, samples in results:
+        for sample in samples:
+            assert_exact(served, models, prompt, sample)
+            assert not any(span.stale_cache for span in sample.versions)
+    assert sum(len(sample.versions) == 2 for _, samples in results for sample in samples) > 10
+    assert record.tokens_recomputed > 100
+    assert record.tokens_discarded == 0
+
+
+def test_in_place_marks_what_it_computes_over_the_old_cache(
+    served: Served, references: dict[str, ReferenceModel], tmp_path: Path
+) -> None:
+    old = serve(served, "first", tmp_path)
+    record, results = across(served, "second", tmp_path, "in_place")
+    assert (record.tokens_recomputed, record.tokens_discarded) == (0, 0)
+    temperature = served.run.config.generation.temperature
+    mixed, off = 0, 0.0
+    for prompt, samples in results:
+        for sample in samples:
+            before, *after = sample.versions
+            assert not before.stale_cache
+            if before.version == old:
+                expected = references["first"].logprobs(prompt, sample.ids, temperature)
+                assert max(abs(sample.logprobs[i] - expected[i]) for i in range(before.end)) < 1e-4
+            if after:
+                assert [(s.version, s.stale_cache) for s in after] == [(record.version, True)]
+                expected = references["second"].logprobs(prompt, sample.ids, temperature)
+                off = max(off, *(abs(sample.logprobs[i] - expected[i]) for i in range(before.end, len(sample.ids))))
+                mixed += 1
+    assert mixed > 10
+    assert off > 0.01  # the cache was kept indeed
+    assert_serves(served, references["second"], record.version, 3)
+
+
+def test_abort_hands_back_what_was_there_and_it_goes_on_elsewhere(
+    served: Served, references: dict[str, ReferenceModel], tmp_path: Path
+) -> None:
+    """The partial responses, continued on an engine with other weights, are exact in both parts."""
+    old = serve(served, "first", tmp_path)
+    record, results = across(served, "second", tmp_path, "abort")
+    aborted = [(p, r.partials) for p, r in results if isinstance(r, GenerationAborted)]
+    assert len(aborted) > 10
+    partials = [sample for _, samples in aborted for sample in samples]
+    assert record.tokens_discarded == sum(len(s.ids) for s in partials if s.finish_reason is None) > 0
+    models = {old: references["first"], record.version: references["second"]}
+    long = 0
+    for seed, (prompt, samples) in enumerate(aborted[:6]):
+        continued = served.runner.run(served.engine.generate(prompt, samples, seed))
+        for before, after in zip(samples, continued, strict=True):
+            assert after.ids[: len(before.ids)] == before.ids
+            assert after.logprobs[: len(before.ids)] == before.logprobs
+            assert after.finish_reason in ("stop", "length")
+            assert before.finish_reason is None or after == before
+            assert_exact(served, models, prompt, after)
+            long += len(after.ids) == served.run.config.generation.max_new_tokens
+    assert long > 0  # some reached the budget, none went beyond it
+
+
+def test_prefix_at_the_budget_is_finished_without_a_request(served: Served, tmp_path: Path) -> None:
+    version = serve(served, "first", tmp_path)
+    full = Sample((5,) * 200, (-1.0,) * 200, (VersionSpan(version, 0, 200),), None)
+    short = Sample((5,), (-1.0,), (VersionSpan(version, 0, 1),), None)
+    samples = served.runner.run(served.engine.generate([2, 3], [full, short, NOTHING], 1))
+    assert samples[0] == dataclasses.replace(full, finish_reason="length")
+    assert samples[1].ids[0] == 5
+    assert all(len(sample.ids) <= 200 and sample.finish_reason for sample in samples)
+
+
+def test_drain_lets_all_finish_first(served: Served, references: dict[str, ReferenceModel], tmp_path: Path) -> None:
+    old = serve(served, "first", tmp_path)
+    record, results = across(served, "second", tmp_path, "drain")
+    for prompt, samples in results:
+        for sample in samples:
+            assert len(sample.versions) == 1
+            assert_exact(served, {old: references["first"]}, prompt, sample)
+    assert (record.tokens_recomputed, record.tokens_discarded) == (0, 0)
+    assert_serves(served, references["second"], record.version, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_prefix_cache_never_serves_another_versions_prefix(
+    served: Served, references: dict[str, ReferenceModel], tmp_path: Path, mode: RefreshMode
+) -> None:
+    """Asked before, across and after the swap, the last while a request over the old cache still adds blocks."""
     old = serve(served, "first", tmp_path)
     snapshot = snapshot_of(served, "second", tmp_path)
-    temperature = served.run.config.generation.temperature
-    prompts = [[2, 3 + i, 40 - i] for i in range(16)]
+    models = {old: references["first"], snapshot.version: references["second"]}
 
-    async def together() -> list[list[Sample]]:
-        running = [asyncio.create_task(served.engine.generate(p, 8, i)) for i, p in enumerate(prompts)]
-        await _decoding(served, 100)
-        await served.engine.refresh(snapshot)
-        return await asyncio.gather(*running)
+    async def story() -> list[list[Sample]]:
+        first = await served.engine.generate(LONG, [NOTHING], 1)
+        running = asyncio.create_task(served.engine.generate(LONG, [NOTHING] * 4, 2))
+        await _decoding(served, 20)
+        await served.engine.refresh(snapshot, mode)
+        after = [await served.engine.generate(LONG, [NOTHING] * 4, seed) for seed in (3, 4)]
+        await asyncio.gather(running, return_exceptions=True)
+        return [first, *after, await served.engine.generate(LONG, [NOTHING] * 4, 5)]
 
-    mixed = 0
-    for prompt, samples in zip(prompts, served.runner.run(together()), strict=True):
+    before, *after = served.runner.run(story())
+    assert_exact(served, models, LONG, before[0])
+    for samples in after:
         for sample in samples:
-            before = references["first"].logprobs(prompt, sample.ids, temperature)
-            after = references["second"].logprobs(prompt, sample.ids, temperature)
-            for span in sample.versions:
-                assert span.version in (old, snapshot.version)
-                expected = before if span.version == old else after
-                for i in range(span.start, span.end):
-                    assert abs(sample.logprobs[i] - expected[i]) < 1e-4
-            mixed += len(sample.versions) == 2
-    assert mixed > 10
+            assert sample.oldest_version == snapshot.version
+            assert_exact(served, models, LONG, sample)
+
+
+def test_hung_server_is_noticed_and_restarted(
+    served: Served, references: dict[str, ReferenceModel], tmp_path: Path
+) -> None:
+    """Stopped, the engine process keeps its port open and its health good; what it had given is kept."""
+    version = serve(served, "second", tmp_path)
+    process = served.fleet.process(0)
+    limit_s, served.engine._watchdog._limit_s = served.engine._watchdog._limit_s, 2.0
+
+    async def hang() -> list[EngineFailure]:
+        running = [asyncio.create_task(served.engine.generate([2, 3, i + 4], [NOTHING] * 8, i)) for i in range(4)]
+        await _decoding(served, 900)
+        os.kill(process.tree()[0], signal.SIGSTOP)
+        started = time.monotonic()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        assert time.monotonic() - started < 6
+        with pytest.raises(EngineFailure, match="hangs"):
+            await served.engine.health()
+        return results
+
+    try:
+        failures = served.runner.run(hang())
+    finally:
+        served.engine._watchdog._limit_s = limit_s
+        served.runner.run(served.fleet.revive(0))
+    assert_serves(served, references["first"], 0, 7)
+    kept = 0
+    for i, failure in enumerate(failures):
+        assert isinstance(failure, EngineFailure)
+        assert "gave no token for 60 s (generation.stall_timeout_s)" in str(failure)
+        for partial in failure.partials:
+            assert_exact(served, {version: references["second"]}, [2, 3, i + 4], partial)
+            kept += len(partial.ids)
+    assert kept > 100
 
 
 async def _decoding(served: Served, tokens: int) -> None:
@@ -217,8 +376,8 @@ def test_bad_snapshot_is_refused_and_the_old_weights_serve_on(
     if spoil is not None:
         snapshot = spoil(snapshot)
     with pytest.raises(EngineFailure, match=re.escape(message)):
-        served.runner.run(served.engine.refresh(snapshot))
-    sample = served.runner.run(served.engine.generate(PROMPTS[0], 1, 3))[0]
+        served.runner.run(served.engine.refresh(snapshot, "retract"))
+    sample = served.runner.run(served.engine.generate(PROMPTS[0], [NOTHING], 3))[0]
     assert [span.version for span in sample.versions] == [version]
     assert_matches(references["first"], PROMPTS[0], sample, served.run.config.generation.temperature)
     serve(served, "second", tmp_path)  # the next good one goes through
@@ -251,7 +410,7 @@ def test_token_is_neither_in_the_arguments_nor_in_the_log(served: Served) -> Non
 @pytest.mark.parametrize("prompt", [[5] * 256, [5] * 1000, [100_000], []])
 def test_bad_prompt_is_refused(served: Served, prompt: list[int]) -> None:
     with pytest.raises(RequestRefused, match="engine-0 refuses the request"):
-        served.runner.run(served.engine.generate(prompt, 2, 0))
+        served.runner.run(served.engine.generate(prompt, [NOTHING] * 2, 0))
 
 
 def test_long_prompts_in_a_crowd(served: Served, tmp_path: Path) -> None:
@@ -261,9 +420,9 @@ def test_long_prompts_in_a_crowd(served: Served, tmp_path: Path) -> None:
 
     async def crowd() -> list[list[Sample]]:
         prompts = [[4 + (i + j) % 90 for j in range(180)] for i in range(48)]
-        running = [asyncio.create_task(served.engine.generate(p, 8, i)) for i, p in enumerate(prompts)]
+        running = [asyncio.create_task(served.engine.generate(p, [NOTHING] * 8, i)) for i, p in enumerate(prompts)]
         await _decoding(served, 500)
-        await served.engine.refresh(snapshot)
+        await served.engine.refresh(snapshot, "retract")
         return await asyncio.gather(*running)
 
     assert len(served.runner.run(crowd())) == 48
@@ -272,20 +431,24 @@ def test_long_prompts_in_a_crowd(served: Served, tmp_path: Path) -> None:
 def test_killed_server_fails_in_flight_and_restarts(
     served: Served, references: dict[str, ReferenceModel], tmp_path: Path
 ) -> None:
+    version = serve(served, "second", tmp_path)
     process = served.fleet.process(0)
     pids = [process.pid, *process.tree()]
     memory = shared_memory_of(pids)
 
     async def kill() -> None:
-        running = [asyncio.create_task(served.engine.generate([2, 3, i + 4], 8, i)) for i in range(8)]
+        running = [asyncio.create_task(served.engine.generate([2, 3, i + 4], [NOTHING] * 8, i)) for i in range(8)]
         await _decoding(served, 50)
         os.kill(process.tree()[0], signal.SIGKILL)
         started = time.monotonic()
-        for result in await asyncio.gather(*running, return_exceptions=True):
+        for i, result in enumerate(await asyncio.gather(*running, return_exceptions=True)):
             assert isinstance(result, EngineFailure), result
+            assert len(result.partials) == 8
+            for partial in result.partials:
+                assert_exact(served, {version: references["second"]}, [2, 3, i + 4], partial)
         assert time.monotonic() - started < 10
         with pytest.raises(EngineFailure, match="engine-0"):
-            await served.engine.generate([2, 3], 1, 0)
+            await served.engine.generate([2, 3], [NOTHING], 0)
 
     served.runner.run(kill())
     assert process.wait(10) == 137

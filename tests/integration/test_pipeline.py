@@ -114,7 +114,7 @@ def test_the_whole_pipeline_with_two_ranks(folder):
     assert summary["tokens_per_s"] > 0
     assert -1 <= summary["lengths"]["spearman"] <= 1
     published = folder / "runs" / summary["run_id"]
-    assert {"MANIFEST.json", "report.png", "report.md", "groups.parquet", "model", "schedule"} <= set(
+    assert {"MANIFEST.json", "report.png", "report.md", "ledger.parquet", "model", "schedule"} <= set(
         os.listdir(published)
     )
     assert (published / "model" / "model.safetensors").stat().st_size > 900_000

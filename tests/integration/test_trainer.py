@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ LEARNING_RATE, WARMUP, WEIGHT_DECAY, CLIP = 2e-3, 2, 0.1, 0.5
 TEMPERATURE = 0.8
 
 
-def make_run(folder: Path, **training: Any) -> RunContext:
+def make_run(folder: Path, *, dtype: str = "float32", scaling: str = "none", **training: Any) -> RunContext:
     defaults = {
         "steps": STEPS,
         "learning_rate": LEARNING_RATE,
@@ -42,9 +43,9 @@ def make_run(folder: Path, **training: Any) -> RunContext:
         "step_timeout_s": 60,
     }
     values = {
-        "model": {"max_model_len": 64},
+        "model": {"max_model_len": 64, "dtype": dtype},
         "generation": {"max_new_tokens": 32, "temperature": TEMPERATURE},
-        "control": {"sync_every": SYNC_EVERY},
+        "control": {"sync_every": SYNC_EVERY, "learning_rate_scaling": scaling},
         "storage": {"scratch": str(folder)},
         "training": defaults | training,
     }
@@ -134,9 +135,14 @@ def reference_weights(start_model: Path, batches: dict[int, Batch]) -> tuple[dic
     return {name: p.detach() for name, p in named.items()}, norms
 
 
-@pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 1), (2, 2), (2, 3)])
-def test_trained_weights_equal_a_plain_torch_loop(tmp_path: Path, ranks: int, zero_stage: int) -> None:
-    run = make_run(tmp_path, ranks=ranks, zero_stage=zero_stage)
+@pytest.mark.parametrize(
+    ("ranks", "zero_stage", "streaming"),
+    [(1, 1, False), (2, 2, False), (2, 3, False), (1, 1, True), (2, 1, True), (2, 2, True), (2, 3, True)],
+)
+def test_trained_weights_equal_a_plain_torch_loop(tmp_path: Path, ranks: int, zero_stage: int, streaming: bool) -> None:
+    """Streamed: group by group. There the learning rate comes about by scaling, so that this is seen too."""
+    scaled = {"scaling": "inverse_interval", "learning_rate": LEARNING_RATE * SYNC_EVERY} if streaming else {}
+    run = make_run(tmp_path, ranks=ranks, zero_stage=zero_stage, streaming=streaming, **scaled)
     batches = make_batches(run.start_model)
     not_yet = {2, 4}
 
@@ -167,6 +173,8 @@ def test_trained_weights_equal_a_plain_torch_loop(tmp_path: Path, ranks: int, ze
     assert metrics[1]["mismatch/max_abs"] < 1e-4
     assert metrics[1]["clip_fraction"] == 0 < metrics[2]["clip_fraction"]
     assert "mismatch/max_abs" not in metrics[4]
+    received = [m.get("received") for m in control.asked if m["step"] == 1]
+    assert received == ([0, 1, 2, 3] if streaming else [None])
     assert [metrics[s]["learning_rate"] for s in (1, 2, 4)] == pytest.approx([1e-3, 2e-3, 2e-3])
     check_snapshots(run, control)
 
@@ -183,6 +191,88 @@ def check_snapshots(run: RunContext, control: ControlStub) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     chat = [{"role": "user", "content": "w5 w6"}]
     assert AutoTokenizer.from_pretrained(run.trained_model).apply_chat_template(chat, return_dict=False) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "zero_stage", "dtype", "streaming"),
+    [(1, 1, "float32", True), (2, 2, "float32", False), (2, 3, "float32", True), (1, 1, "bfloat16", False)],
+)
+def test_a_killed_trainer_goes_on_from_its_checkpoint(
+    tmp_path: Path, ranks: int, zero_stage: int, dtype: str, streaming: bool
+) -> None:
+    """Killed in step 5, with a checkpoint of step 4 that the Control Unit knows. The weights are those of a run that
+    nothing happened to, bit by bit."""
+    options = {"ranks": ranks, "zero_stage": zero_stage, "dtype": dtype, "streaming": streaming, "checkpoint_every": 2}
+    calm, killed = make_run(tmp_path / "calm", **options), make_run(tmp_path / "killed", **options)
+    batches = make_batches(calm.start_model)
+    with ControlStub(calm.token, batches.__getitem__) as control:
+        assert finish(start(calm, control.url)) == (0, "")
+
+    with ControlStub(killed.token, lambda step: batches[step] if step < STEPS else None) as control:
+        process = start(killed, control.url)
+        try:
+            until(lambda: control.checkpoints == [2, 4], process)
+            for pid in children(process) or [process.pid]:
+                os.kill(pid, signal.SIGKILL)
+            assert process.wait(DEADLINE_S) != 0
+        finally:
+            process.kill()
+            process.communicate()
+    first = {path.name: path.stat().st_mtime_ns for path in killed.snapshots.iterdir()}
+    assert sorted(path.name for path in killed.checkpoints.iterdir()) == ["step-00000002", "step-00000004"]
+
+    with ControlStub(killed.token, batches.__getitem__) as control:
+        assert finish(start(killed, control.url)) == (0, "")
+    assert {message["step"] for message in control.asked} == {STEPS}
+    assert [message["step"] for message in control.steps] == [STEPS]
+    assert {path.name: path.stat().st_mtime_ns for path in killed.snapshots.iterdir()} == first
+    expected, resumed = (load_file(run.trained_model / "model.safetensors") for run in (calm, killed))
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+def test_steps_trained_again_lead_to_the_snapshots_that_are_there(tmp_path: Path) -> None:
+    """The newest checkpoint is older than the newest snapshot, which engines may be using."""
+    run = make_run(tmp_path, checkpoint_every=3)
+    batches = make_batches(run.start_model)
+    with ControlStub(run.token, lambda step: batches[step] if step < STEPS else None) as control:
+        process = start(run, control.url)
+        try:
+            until(lambda: [s["version"] for s in control.snapshots] == [1, 2], process)
+        finally:
+            process.kill()
+            process.communicate()
+        published = control.snapshots[-1]
+        control.batch_of = batches.__getitem__
+        control.steps.clear()
+        control.snapshots.clear()
+        assert finish(start(run, control.url)) == (0, "")
+    assert [message["step"] for message in control.steps] == [4, 5]
+    assert control.snapshots == [published]
+    verify_files(run.trained_model)
+
+
+def test_a_run_that_ends_early_leaves_a_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=2)
+    batches = make_batches(run.start_model)
+    with ControlStub(run.token, lambda step: batches[step] if step < 3 else "too many restarts") as control:
+        assert finish(start(run, control.url)) == (0, "")
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000002"]
+    with ControlStub(run.token, batches.__getitem__) as control:
+        assert finish(start(run, control.url)) == (0, "")
+    assert [message["step"] for message in control.steps] == [3, 4, 5]
+    assert json.loads((run.root / "trainer_done.json").read_text()) == {"steps": STEPS, "reason": None}
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def test_the_end_of_the_run_stops_the_trainer_cleanly(tmp_path: Path) -> None:
@@ -231,14 +321,9 @@ def test_sigterm_ends_all_ranks_promptly(tmp_path: Path) -> None:
 
     with ControlStub(run.token, not_yet) as control:
         process = start(run, control.url)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         try:
-            deadline = time.monotonic() + DEADLINE_S
-            while "/v1/batches/next" not in control.calls:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            ranks = children.read_text().split()
+            until(lambda: "/v1/batches/next" in control.calls, process)
+            ranks = children(process)
             process.send_signal(signal.SIGTERM)
             began = time.monotonic()
             assert process.wait(DEADLINE_S) == 143

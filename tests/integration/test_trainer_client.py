@@ -29,6 +29,10 @@ def test_what_is_said_arrives_and_204_is_not_yet() -> None:
         assert client.next_batch(1) is None
         client.report_step(1, train_wait_s=0.5, train_s=1.5, publish_s=0.25, metrics={"loss": 2.0})
         client.report_snapshot(Snapshot(1, "/x/v1", "ab"))
+        client.report_checkpoint(1)
+        client.next_batch(2, received=3)
+    assert control.asked == [{"step": 1}, {"step": 2, "streaming": True, "received": 3}]
+    assert control.checkpoints == [1]
     assert control.steps == [
         {"step": 1, "train_wait_s": 0.5, "train_s": 1.5, "publish_s": 0.25, "metrics": {"loss": 2.0}}
     ]

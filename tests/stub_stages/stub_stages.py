@@ -33,6 +33,16 @@ class Trained:
     staleness_mean: float = 1.5
     staleness_bound: int = 4
     staleness_max: int = 3
+    staleness_p95: int = 3
+    staleness_histogram: dict[int, int] = field(default_factory=lambda: {3: 1, 0: 4, 2: 2})
+    token_staleness_mean: float = 1.25
+    refreshes: int = 2
+    refresh_pause_s: float = 0.02
+    refresh_pause_max_s: float = 0.03
+    tokens_recomputed: int = 640
+    tokens_discarded: int = 12
+    engine_restarts: int = 1
+    trainer_restarts: int = 0
     fates: dict[str, int] = field(
         default_factory=lambda: {"admitted": 10, "trained": 7, "filtered": 2, "stale": 1, "failed": 0}
     )

@@ -13,12 +13,16 @@ Batch = dict[str, Any]
 
 @dataclass
 class ControlStub:
-    """`batch_of(step)` gives the batch, None for "not yet", or a text: the run is over."""
+    """`batch_of(step)` gives the batch, None for "not yet", or a text: the run is over. A trainer that streams gets it
+    group by group."""
 
     token: str
     batch_of: Callable[[int], Batch | str | None]
     steps: list[dict[str, Any]] = field(default_factory=list)
     snapshots: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    """Requests for batches."""
     calls: list[str] = field(default_factory=list)
     """Paths in the order in which they were called."""
     url: str = ""
@@ -63,9 +67,19 @@ class ControlStub:
             self.steps.append(message)
         elif path == "/v1/snapshots":
             self.snapshots.append(message)
+        elif path == "/v1/checkpoints":
+            self.checkpoints.append(message["step"])
         elif path == "/v1/batches/next":
+            self.asked.append(message)
             batch = self.batch_of(message["step"])
+            if isinstance(batch, dict) and message.get("streaming"):
+                batch = next_groups(batch, message["received"])
             if isinstance(batch, str):
                 return 410, {"reason": batch}
             return (204, None) if batch is None else (200, batch)
         return 200, {"ok": True}
+
+
+def next_groups(batch: Batch, received: int) -> Batch:
+    """One group, and in the end none: the completeness of a batch may be known only after its last group."""
+    return batch | {"groups": batch["groups"][received : received + 1], "complete": received >= len(batch["groups"])}

@@ -4,7 +4,7 @@ import msgpack
 import pytest
 
 from forebay.errors import RunError
-from forebay.training.batches import decode_batch
+from forebay.training.batches import decode_chunk
 
 
 def message(**changes: Any) -> dict[str, Any]:
@@ -22,19 +22,31 @@ def message(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_batch_becomes_sequences_with_advantages() -> None:
-    batch = decode_batch(msgpack.packb(message()), "mean")
-    assert (batch.step, batch.version, batch.tokens) == (5, 4, 4)
+    batch = decode_chunk(msgpack.packb(message()), "mean")
+    assert (batch.step, batch.version, batch.complete) == (5, 4, True)
     assert [list(s.ids) for s in batch.sequences] == [[5, 6, 1], [7]]
     assert [s.advantage for s in batch.sequences] == pytest.approx([2 / 3, -1 / 3])
     assert [s.current for s in batch.sequences] == [True, False]
-    assert batch.metrics == pytest.approx(
+    assert (batch.totals.groups, batch.totals.responses, batch.totals.tokens) == (1, 3, 4)
+    assert batch.totals.metrics() == pytest.approx(
         {"tokens": 4, "reward_mean": 1 / 3, "advantage_abs_mean": 4 / 9, "response_length_mean": 4 / 3}
     )
 
 
 def test_an_empty_batch_has_no_sequences() -> None:
-    batch = decode_batch(msgpack.packb({"step": 1, "version": 0, "groups": []}), "std")
-    assert (batch.sequences, batch.tokens, batch.metrics) == ((), 0, {"tokens": 0.0})
+    batch = decode_chunk(msgpack.packb({"step": 1, "version": 0, "groups": []}), "std")
+    assert (batch.sequences, batch.totals.metrics()) == ((), {"tokens": 0.0})
+
+
+def test_chunks_add_up_to_the_batch() -> None:
+    first, second = message(), message(reward=0.5, ids=[9], logprobs=[-1.0])
+    whole = decode_chunk(msgpack.packb(first | {"groups": first["groups"] + second["groups"]}), "std")
+    chunks = [decode_chunk(msgpack.packb(m | {"complete": m is second}), "std") for m in (first, second)]
+    assert [chunk.complete for chunk in chunks] == [False, True]
+    assert [s for chunk in chunks for s in chunk.sequences] == list(whole.sequences)
+    totals = chunks[0].totals + chunks[1].totals
+    assert totals.metrics() == pytest.approx(whole.totals.metrics())
+    assert (totals.groups, totals.responses, totals.tokens) == (2, 6, 6)
 
 
 @pytest.mark.parametrize(
@@ -50,4 +62,4 @@ def test_an_empty_batch_has_no_sequences() -> None:
 )
 def test_a_malformed_batch_is_refused_with_the_reason(body: bytes, reason: str) -> None:
     with pytest.raises(RunError, match=reason):
-        decode_batch(body, "std")
+        decode_chunk(body, "std")

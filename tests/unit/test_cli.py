@@ -25,7 +25,18 @@ SUMMARY: dict[str, Any] = {
     "step_time_s": 1.234,
     "train_wait_ratio": 0.256,
     "tokens_per_s": 4321.0,
-    "staleness": {"bound": 4.0, "mean": 1.25, "max": 2.0},
+    "staleness": {"bound": 4.0, "mean": 1.25, "p95": 2.0, "max": 2.0},
+    "refresh": {
+        "mode": "in_place",
+        "count": 60,
+        "pause_mean_s": 0.0121,
+        "pause_max_s": 0.03,
+        "pause_share_of_step": 0.0098,
+        "tokens_recomputed": 1500,
+        "tokens_discarded": 0,
+    },
+    "engines": {"restarts": 1},
+    "trainer": {"restarts": 0},
     "fates": {"trained": 940, "filtered": 20},
 }
 
@@ -60,15 +71,18 @@ def test_run_hands_the_overridden_profile_on_and_shows_the_summary(pipeline: lis
     assert result.exit_code == 0, result.output
     assert [(config.training.steps, config.mode) for config in pipeline] == [(3, "sync")]
     words = " ".join(result.output.split())
-    for shown in ("0.352 -> 0.781 on 512", "1.2e-30", "1.23 s median", "26%", "max 2, bound", "940 trained"):
+    for shown in ("0.352 -> 0.781 on 512", "1.2e-30", "1.23 s median", "26%", "95% 2, max 2, bound", "940 trained"):
         assert shown in words
+    assert "60 x in_place, pause 12 ms (1.0% of a step); tokens: 1,500 recomputed, 0 discarded" in words
+    assert "engines 1, trainer 0" in words
     assert "runs/demo-1/report.png" in words
 
 
 def test_what_a_run_did_not_measure_is_a_dash() -> None:
     bare: dict[str, Any] = dict.fromkeys(SUMMARY) | {"run_id": "r", "status": "failed", "mode": "sync"}
     rows = dict(cli.summary_rows(bare, "s3://bucket/prefix/"))
-    assert rows["p-value"] == rows["waiting for data"] == rows["groups"] == "-"
+    assert rows["p-value"] == rows["waiting for data"] == rows["groups"] == rows["weight refresh"] == "-"
+    assert rows["restarts"] == "-"
     assert rows["accuracy"] == "- -> - on - held-out prompts"
     assert rows["summary"] == "s3://bucket/prefix/r/summary.json"
 

@@ -19,7 +19,15 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
 from forebay.config import EvaluationConfig, GenerationConfig, RewardConfig, RunConfig, StorageConfig
-from forebay.control.types import EngineFailure, RefreshRecord, RequestRefused, Sample, Snapshot, VersionSpan
+from forebay.control.types import (
+    EngineFailure,
+    RefreshMode,
+    RefreshRecord,
+    RequestRefused,
+    Sample,
+    Snapshot,
+    VersionSpan,
+)
 from forebay.data.maze import read_prompt, vocabulary
 from forebay.data.schema import Row, prompt_id, write_rows
 from forebay.errors import DataError, DeadlineError, RunError, UserError
@@ -114,7 +122,7 @@ class FakeEngine:
             self.running -= 1
         return Sample((7, prompt_ids[0]), (-0.5, -0.5), (VersionSpan(self.version, 0, 2),), "stop")
 
-    async def refresh(self, snapshot: Snapshot) -> RefreshRecord:
+    async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
         if self.refresh_failures:
             raise self.refresh_failures.pop()
         self.version = snapshot.version
@@ -254,7 +262,7 @@ def test_a_prompt_that_always_fails_stops_the_evaluation() -> None:
 def test_an_answer_of_the_wrong_model_never_counts() -> None:
     fleet = FakeFleet(FakeEngine())
 
-    async def pretend(snapshot: Snapshot) -> RefreshRecord:
+    async def pretend(snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
         return RefreshRecord(snapshot.version, 0.0)
 
     fleet.engines[0].refresh = pretend  # type: ignore[method-assign]
@@ -337,7 +345,7 @@ class MazeFleet:
         ids = walk if finish == "length" else (*walk, WORDS.index("<eos>"))
         return Sample(ids, (-0.1,) * len(ids), (VersionSpan(self.version, 0, len(ids)),), finish)
 
-    async def refresh(self, snapshot: Snapshot) -> RefreshRecord:
+    async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
         assert _sha256(Path(snapshot.path, "manifest.json")) == snapshot.manifest_sha256
         self.version = snapshot.version
         return RefreshRecord(snapshot.version, 0.0)

@@ -73,7 +73,24 @@ def test_a_complete_run_publishes_its_summary(config: RunConfig, saved: list[tup
     assert sum(summary["stages"].values()) <= summary["wall_s"] + 0.001 * len(STAGES)
     assert summary["step_time_s"] == 2.0
     assert summary["train_wait_ratio"] == pytest.approx(1.5 / 6.0)
-    assert summary["staleness"] == {"bound": 4.0, "mean": 1.5, "max": 3.0}
+    assert summary["staleness"] == {
+        "bound": 4.0,
+        "mean": 1.5,
+        "max": 3.0,
+        "p95": 3.0,
+        "token_mean": 1.25,
+        "histogram": {"0": 4, "2": 2, "3": 1},
+    }
+    assert summary["refresh"] == {
+        "mode": config.control.refresh,
+        "count": 2,
+        "pause_mean_s": 0.02,
+        "pause_max_s": 0.03,
+        "pause_share_of_step": pytest.approx(0.01),
+        "tokens_recomputed": 640,
+        "tokens_discarded": 12,
+    }
+    assert (summary["engines"], summary["trainer"]) == ({"restarts": 1}, {"restarts": 0})
     fates = summary["fates"]
     assert fates["admitted"] == sum(fates[fate] for fate in ("trained", "filtered", "stale", "failed"))
     assert summary["evaluation"] == {"n": 64, "before": 0.25, "after": 0.5, "p_value": 0.001}
@@ -189,6 +206,7 @@ def test_numbers_that_json_cannot_hold_become_null(config: RunConfig) -> None:
     assert summary["evaluation"]["p_value"] is None
     assert summary["step_time_s"] is None
     assert summary["train_wait_ratio"] is None
+    assert summary["refresh"]["pause_share_of_step"] is None
     json.dumps(summary, allow_nan=False)
 
 

@@ -29,7 +29,25 @@ SUMMARY: dict[str, Any] = {
     "evaluation": {"n": 512, "before": 0.471, "after": 0.803, "p_value": 2.1e-34},
     "step_time_s": 0.84,
     "train_wait_ratio": 0.21,
-    "staleness": {"bound": 4.0, "mean": 1.42, "max": 3.0},
+    "staleness": {
+        "bound": 4.0,
+        "mean": 1.42,
+        "max": 3.0,
+        "p95": 3.0,
+        "token_mean": 1.1,
+        "histogram": {"0": 90, "1": 260, "2": 310, "3": 44},
+    },
+    "refresh": {
+        "mode": "retract",
+        "count": 60,
+        "pause_mean_s": 0.0121,
+        "pause_max_s": 0.0304,
+        "pause_share_of_step": 0.0144,
+        "tokens_recomputed": 81234,
+        "tokens_discarded": 0,
+    },
+    "engines": {"restarts": 1},
+    "trainer": {"restarts": 0},
     "fates": {"admitted": 982, "trained": 704, "filtered": 256, "stale": 21, "failed": 1},
     "tokens_per_s": 3120.0,
     "lengths": {"spearman": 0.62},
@@ -93,7 +111,7 @@ def _fill(run: RunContext) -> None:
         }
         for i in range(900)
     ]
-    pq.write_table(pa.Table.from_pylist(groups), run.root / "groups.parquet")
+    pq.write_table(pa.Table.from_pylist(groups), run.root / "ledger.parquet")
     profile = [
         {"predicted": (p := rng.uniform(8, 40)), "mean": p * rng.lognormvariate(0, 0.3), "held_out": i < 32}
         for i in range(128)
@@ -139,7 +157,7 @@ def test_the_report_of_a_run_killed_while_it_wrote(tmp_path: Path, monkeypatch: 
     _fill(run)
     text = run.metrics.read_text()
     run.metrics.write_text(text[: text.index('"step": 2,') + 4])
-    (run.root / "groups.parquet").write_bytes((run.root / "groups.parquet").read_bytes()[:500])
+    (run.root / "ledger.parquet").write_bytes((run.root / "ledger.parquet").read_bytes()[:500])
     words = _texts(run, {"status": "failed", "error": "killed"}, monkeypatch)
     assert words.count("no data") == 2, "staleness and evaluation"
 
@@ -184,7 +202,11 @@ def test_the_markdown_says_what_matters() -> None:
     for part in (
         "47.1% -> **80.3%** (512 prompts, p = 2.1e-34)",
         TOY_NOTE,
-        "| staleness, mean / largest / bound | 1.42 / 3 / 4 |",
+        "| staleness, mean / 95% / largest / bound | 1.42 / 3 / 3 / 4 |",
+        "| staleness of a token, mean | 1.10 |",
+        "| weight refresh | 60 x retract, pause 12 ms (largest 30 ms), 1.4% of a step, 81,234 tokens recomputed, "
+        "0 discarded |",
+        "| restarts, engines / trainer | 1 / 0 |",
         "| groups | 982 admitted, 704 trained, 256 filtered, 21 stale, 1 failed |",
         "| train | 71.5 |",
         "191 prompts gained, 21 lost",

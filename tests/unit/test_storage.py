@@ -254,7 +254,7 @@ def test_a_link_to_a_folder_is_refused_rather_than_left_out(tmp_path: Path) -> N
 def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
     monkeypatch.chdir(tmp_path)
     run = RunContext.create(RunConfig(name="r", storage=StorageConfig(uri="file://out")))
-    for name in ("metrics.jsonl", "groups.parquet", "trainer.json", "logs/engine.log"):
+    for name in ("metrics.jsonl", "ledger.parquet", "trainer.json", "logs/engine.log"):
         (run.root / name).write_bytes(name.encode())
     for name in ("data/train.parquet", "data/test.parquet", "lengths/profile.parquet", "schedule/schedule.parquet"):
         (run.root / name).parent.mkdir(exist_ok=True)
@@ -278,7 +278,7 @@ def test_a_completed_run_is_published_whole_and_becomes_the_latest(
         "config.yaml",
         "data/test.parquet",
         "data/train.parquet",
-        "groups.parquet",
+        "ledger.parquet",
         "lengths/profile.parquet",
         "metrics.jsonl",
         "model/manifest.json",

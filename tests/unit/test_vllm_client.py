@@ -2,13 +2,24 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 
 import httpx
 import pytest
 
 from forebay.config import parse_config
-from forebay.control.types import EngineFailure, RequestRefused, Sample, Snapshot, VersionSpan
+from forebay.control.types import (
+    NOTHING,
+    EngineFailure,
+    GenerationAborted,
+    RefreshMode,
+    RefreshRecord,
+    RequestRefused,
+    Sample,
+    Snapshot,
+    VersionSpan,
+)
 from forebay.generation.client import VllmEngine
 from forebay.generation.server import engine_command, engine_environment, telling_line
 
@@ -35,12 +46,24 @@ def choice(index: int = 0, **changes) -> dict:
     return base | changes
 
 
+def stream(*choices: dict) -> bytes:
+    chunks = [json.dumps({"choices": [one]}) for one in choices]
+    return "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"]).encode()
+
+
 def answer(*choices: dict) -> Handler:
-    return lambda request: httpx.Response(200, json={"choices": list(choices)})
+    return lambda request: httpx.Response(200, content=stream(*choices))
 
 
 def generate(handler: Callable, n: int = 1, seed: int = 0) -> list[Sample]:
-    return asyncio.run(engine_with(handler).generate([2, 3], n, seed))
+    return asyncio.run(engine_with(handler).generate([2, 3], [NOTHING] * n, seed))
+
+
+def part(ids: list[int], versions: list | None, reason: str | None = None, index: int = 0) -> dict:
+    """A chunk; `versions` are (version, start, end) of the whole response so far."""
+    spans = versions and [{"version": str(v), "start": start, "end": end} for v, start, end in versions]
+    content = [{"logprob": -float(i)} for i in ids]
+    return choice(index, token_ids=ids, logprobs={"content": content}, weight_versions=spans, finish_reason=reason)
 
 
 def test_samples_in_order_with_versions() -> None:
@@ -71,23 +94,80 @@ def test_request_carries_the_settings_and_the_token() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        choice(finish_reason="abort"),
         choice(finish_reason="error"),
         choice(token_ids=[5, 6]),
         choice(logprobs={"content": [{"logprob": -0.5}, {"logprob": float("-inf")}, {"logprob": -1.0}]}),
         choice(weight_versions=[{"version": "2", "start": 0, "end": 2}]),
         choice(weight_versions=[{"version": "2", "start": 0, "end": 2}, {"version": "3", "start": 1, "end": 3}]),
+        choice(weight_versions=None),
+        choice(1),
+        {"index": 0},
     ],
 )
 def test_incomplete_samples_are_engine_failures(bad: dict) -> None:
-    content = json.dumps({"choices": [bad]}).encode()
     with pytest.raises(EngineFailure, match=r"engine engine-0 at http://127\.0\.0\.1:1: "):
+        generate(answer(bad))
+
+
+@pytest.mark.parametrize(("code", "expected"), [(400, RequestRefused), (500, EngineFailure)])
+def test_an_error_amid_the_stream(code: int, expected: type[Exception]) -> None:
+    """vLLM finds a prompt too long after it has said 200."""
+    content = f'data: {{"error": {{"message": "no\\ngood", "code": {code}}}}}\n\ndata: [DONE]\n\n'.encode()
+    with pytest.raises(expected, match="no good"):
         generate(lambda request: httpx.Response(200, content=content))
 
 
 def test_a_missing_sample_is_an_engine_failure() -> None:
-    with pytest.raises(EngineFailure, match="1 samples instead of 2"):
+    with pytest.raises(EngineFailure, match="1 of 2 samples never ended"):
         generate(answer(choice()), n=2)
+
+
+def test_a_failure_carries_what_is_certain() -> None:
+    """Tokens without a version, and those of a stream that did not begin, are not among it."""
+    chunks = stream(part([5], [(2, 0, 1)]), part([6, 7], [(2, 0, 2), (3, 2, 3)]), part([8], None))
+
+    async def body():
+        yield chunks.replace(b"data: [DONE]\n\n", b"")
+        raise httpx.ReadError("reset by peer")
+
+    with pytest.raises(EngineFailure, match="the connection broke") as caught:
+        generate(lambda request: httpx.Response(200, content=body()), n=2)
+    known = Sample((5, 6, 7), (-5.0, -6.0, -7.0), (VersionSpan(2, 0, 2), VersionSpan(3, 2, 3)), None)
+    assert caught.value.partials == (known, NOTHING)
+
+
+def test_an_abort_hands_back_the_tokens_so_far() -> None:
+    chunks = [part([5], [(2, 0, 1)]), part([6], [(2, 0, 1)], "stop", 1), part([9], [(2, 0, 2)], "abort")]
+    with pytest.raises(GenerationAborted) as caught:
+        generate(answer(*chunks), n=2)
+    first, second = caught.value.partials
+    assert (first.ids, first.finish_reason) == ((5, 9), None)
+    assert (second.ids, second.finish_reason) == ((6,), "stop")
+
+
+def test_prefixes_are_continued_one_by_one() -> None:
+    """Prompt and prefix go in, the rest of the budget comes out; finished ones make no request."""
+    bodies = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return answer(part([7], [(3, 0, 1)], "stop"))(request)
+
+    begun = Sample((5, 6), (-1.0, -2.0), (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)), None)
+    ended = Sample((5,), (-1.0,), (VersionSpan(2, 0, 1),), "stop")
+    full = Sample((5,) * 128, (-1.0,) * 128, (VersionSpan(2, 0, 128),), None)
+    samples = asyncio.run(engine_with(handler).generate([2, 3], [begun, ended, full, NOTHING], 3))
+    assert samples[0] == Sample((5, 6, 7), (-1.0, -2.0, -7.0), (VersionSpan(2, 0, 1), VersionSpan(3, 1, 3)), "stop")
+    assert samples[1] == ended
+    assert (samples[2].ids, samples[2].finish_reason) == (full.ids, "length")
+    assert samples[3].ids == (7,)
+    bodies.sort(key=lambda body: len(body["token_ids"]))
+    assert [body["token_ids"] for body in bodies] == [[2, 3], [2, 3, 5, 6]]
+    assert [body["sampling_params"]["max_tokens"] for body in bodies] == [128, 126]
+    assert [body["sampling_params"]["n"] for body in bodies] == [1, 1]
+    fresh, continued = (body["sampling_params"]["seed"] for body in bodies)
+    assert fresh == 3 * 4096 + 3
+    assert continued != 3 * 4096  # else it would draw the random numbers of its first part again
 
 
 @pytest.mark.parametrize(
@@ -130,12 +210,43 @@ def test_no_answer_in_time_is_an_engine_failure() -> None:
         generate(handler)
 
 
+def test_a_silent_engine_is_a_hang_of_all_its_calls() -> None:
+    """One call's chunks keep the other waiting; when both are silent, both fail with what they have."""
+    config = CONFIG.model_copy(update={"generation": CONFIG.generation.model_copy(update={"request_timeout_s": 60.0})})
+
+    async def body(talkative: bool):
+        ids, count = [], 0
+        for count in range(8 if talkative else 1):
+            ids.append(count)
+            yield stream(part([count], [(2, 0, count + 1)])).replace(b"data: [DONE]\n\n", b"")
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(60)
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=body(json.loads(request.content)["token_ids"] == [1]))
+
+    async def story() -> None:
+        engine = engine_with(handler)
+        engine._generation = config.generation
+        engine._watchdog._limit_s = 0.3
+        started = time.monotonic()
+        calls = [engine.generate([i], [NOTHING], 0) for i in (1, 2)]
+        first, second = await asyncio.gather(*calls, return_exceptions=True)
+        assert 0.9 < time.monotonic() - started < 5
+        assert [len(error.partials[0].ids) for error in (first, second)] == [8, 1]
+        for work in (engine.health(), engine.generate([1], [NOTHING], 0)):
+            with pytest.raises(EngineFailure, match="it hangs"):
+                await work
+
+    asyncio.run(story())
+
+
 def test_a_closed_client_is_an_engine_failure() -> None:
     async def story() -> None:
         engine = engine_with(answer(choice()))
         await engine.close()
         with pytest.raises(EngineFailure, match="it was closed"):
-            await engine.generate([1], 1, 0)
+            await engine.generate([1], [NOTHING], 0)
 
     asyncio.run(story())
 
@@ -151,61 +262,76 @@ class FakeServer:
     def __call__(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content) if request.content else {}
         name = request.url.path.strip("/") + ":" + body.get("update_info", {}).get("action", "")
-        if body.get("weight_version"):
-            name += body["weight_version"]
+        if body.get("method") == "forebay_refresh":
+            name = "swap:{mode}:{version}".format(**body["kwargs"])
         self.calls.append(name)
         if name == self.fails_at:
             return httpx.Response(500, json={"error": {"message": "broken"}})
+        if name.startswith("swap"):
+            record = {"pause_s": 0.004, "tokens_recomputed": 17, "tokens_discarded": 5}
+            return httpx.Response(200, json={"results": [record]})
         if name == "collective_rpc:":
             return httpx.Response(200, json={"results": [self.states.pop(0) if self.states else "staging"]})
         return httpx.Response(200, json={})
 
 
 STAGING = ["start_weight_update:", "update_weights:stage", "collective_rpc:", "collective_rpc:"]
-SWAP = ["pause:", "update_weights:swap", "finish_weight_update:4", "resume:"]
 
 
-def test_refresh_stages_before_it_pauses() -> None:
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort", "drain"])
+def test_refresh_stages_then_swaps_in_one_call(mode: RefreshMode) -> None:
     server = FakeServer()
-    record = asyncio.run(engine_with(server).refresh(SNAPSHOT))
-    assert server.calls == STAGING + SWAP
-    assert record.version == 4
-    assert 0 <= record.pause_s < 0.3
+    record = asyncio.run(engine_with(server).refresh(SNAPSHOT, mode))
+    assert server.calls == [*STAGING, f"swap:{mode}:4"]
+    assert record == RefreshRecord(4, 0.004, 17, 5)
+
+
+@pytest.mark.parametrize(("mode", "stale"), [("retract", False), ("in_place", True)])
+def test_tokens_over_a_kept_cache_say_so(mode: RefreshMode, stale: bool) -> None:
+    """In this response those of version 4; a response that begins with version 4 has a cache of its own."""
+    server = FakeServer()
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if "generate" not in request.url.path:
+            return server(request)
+        first = part([5, 6, 7], [(3, 0, 0), (3, 0, 1), (4, 1, 3)], "stop")
+        return answer(first, part([5], [(4, 0, 1)], "stop", 1))(request)
+
+    async def story() -> list[Sample]:
+        engine = engine_with(handler)
+        await engine.refresh(SNAPSHOT, mode)
+        return await engine.generate([1], [NOTHING] * 2, 0)
+
+    first, second = asyncio.run(story())
+    assert first.versions == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 3, stale))
+    assert second.versions == (VersionSpan(4, 0, 1),)
 
 
 def test_refused_snapshot_never_pauses() -> None:
     server = FakeServer(states=("staging", "snapshot refused: bad digest"))
     engine = engine_with(server)
     with pytest.raises(EngineFailure, match="bad digest"):
-        asyncio.run(engine.refresh(SNAPSHOT))
+        asyncio.run(engine.refresh(SNAPSHOT, "retract"))
     assert server.calls == [*STAGING, "finish_weight_update:"]
 
 
 def test_staging_that_never_ends_names_the_engine_and_goes_on() -> None:
     server = FakeServer(states=())
     with pytest.raises(EngineFailure, match=r"engine-0.*version 4 was not done within 0\.3 s"):
-        asyncio.run(engine_with(server).refresh(SNAPSHOT))
-    assert "pause:" not in server.calls
+        asyncio.run(engine_with(server).refresh(SNAPSHOT, "retract"))
+    assert "swap:retract:4" not in server.calls
     assert server.calls[-1] == "finish_weight_update:"
 
 
-def test_failed_pause_resumes() -> None:
-    server = FakeServer(fails_at="pause:")
-    with pytest.raises(EngineFailure, match="/pause"):
-        asyncio.run(engine_with(server).refresh(SNAPSHOT))
-    assert server.calls == [*STAGING, "pause:", "finish_weight_update:", "resume:"]
-
-
-@pytest.mark.parametrize("fails_at", ["update_weights:swap", "finish_weight_update:4"])
-def test_half_a_swap_puts_the_engine_out_of_use_until_reset(fails_at: str) -> None:
-    server = FakeServer(fails_at=fails_at)
+def test_half_a_swap_puts_the_engine_out_of_use_until_reset() -> None:
+    server = FakeServer(fails_at="swap:retract:4")
     engine = engine_with(server)
 
     async def story() -> None:
         with pytest.raises(EngineFailure, match="broken"):
-            await engine.refresh(SNAPSHOT)
-        assert server.calls[-1] == fails_at  # it stays paused
-        for work in (engine.generate([1], 1, 0), engine.health(), engine.refresh(SNAPSHOT)):
+            await engine.refresh(SNAPSHOT, "retract")
+        assert server.calls[-1] == server.fails_at  # nothing tries to mend it
+        for work in (engine.generate([1], [NOTHING], 0), engine.health(), engine.refresh(SNAPSHOT, "retract")):
             with pytest.raises(EngineFailure, match="did not complete; restart this engine"):
                 await work
         engine.reset()
