@@ -9,7 +9,7 @@ import contextlib
 import json
 import socket
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from forebay.control.source import Minibatch, scheduled
 from forebay.control.types import Prompt
 from forebay.control.unit import ControlUnit
 from forebay.data.schema import read_rows
-from forebay.errors import DeadlineError, RunError
+from forebay.errors import DeadlineError, RunError, UserError
 from forebay.generation.fleet import Fleet
 from forebay.launch.cores import plan_cores
 from forebay.launch.ports import hold_port, require_free
@@ -35,6 +35,8 @@ from forebay.run import RunContext
 from forebay.scheduling.schedule import FILE, read_schedule
 from forebay.training.launch import trainer_command
 
+WATCH_S = 0.2
+"""How often the trainer is looked after while the engines start."""
 WARM_UP_STEPS = 1
 """First steps left out of step times and waits: the first batch waits for a cold pipeline to fill."""
 
@@ -97,14 +99,15 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
             recorder,
             seed=config.seed,
             stall_timeout_s=config.control.stall_timeout_s,
+            step_timeout_s=config.training.step_timeout_s,
             max_restarts=config.generation.max_restarts,
         )
         await stack.enter_async_context(serve(control_app(unit, run.token), held))
         trainer = _start_trainer(run, _url(held), cores.trainer)
         stack.callback(trainer.stop, 5.0)
-        await stack.enter_async_context(fleet)
+        await _unless_dead(trainer, stack.enter_async_context(fleet))
         try:
-            await unit.run(lambda: _require_alive(trainer))
+            await unit.run(lambda: _check(trainer, unit, config.training.startup_timeout_s))
         finally:
             _write_groups(run, controller.ledger.entries)
         await _trainer_done(run, trainer)
@@ -149,7 +152,32 @@ def _prompts(run: RunContext) -> Iterator[Minibatch]:
 def _require_alive(trainer: Process) -> None:
     code = trainer.poll()
     if code is not None:
-        raise RunError(f"the trainer ended early (exit code {code}): {trainer.log_tail(1).strip() or 'no output'}")
+        kind = UserError if code == UserError.exit_code else RunError
+        raise kind(f"the trainer {trainer.describe_exit()}: {trainer.log_tail(1).strip() or 'it said nothing'}")
+
+
+async def _unless_dead(trainer: Process, start: Awaitable[object]) -> None:
+    """Wait for the engines' start, but not if the trainer has died meanwhile."""
+    starting = asyncio.ensure_future(start)
+    try:
+        while not starting.done():
+            await asyncio.wait([starting], timeout=WATCH_S)
+            _require_alive(trainer)
+        await starting
+    finally:
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+
+
+def _check(trainer: Process, unit: ControlUnit, startup_timeout_s: float) -> None:
+    """Raises if the trainer has died, or has not asked for its first batch in time."""
+    _require_alive(trainer)
+    if not unit.trainer_seen and trainer.age_s > startup_timeout_s:
+        raise DeadlineError(
+            f"the trainer has not asked for a batch {startup_timeout_s:g} s after its start "
+            f"(training.startup_timeout_s); its last words: {trainer.log_tail(1).strip() or 'none'}"
+        )
 
 
 async def _trainer_done(run: RunContext, trainer: Process) -> None:

@@ -26,6 +26,9 @@ from forebay.errors import RunError
 REWARD_SPREAD = 1e-6
 """Rewards of a group closer together than this carry no advantage."""
 
+FRUITLESS = 64
+"""Groups in a row that fail or are filtered by `dynamic_sampling`, after which a run ends; or four batches of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -138,6 +141,7 @@ class Controller:
         self._minibatch: deque[Prompt] = deque()
         self._retries: deque[int] = deque()
         self._batch: Batch | None = None
+        self._fruitless = 0
 
     # ---- what is known
 
@@ -249,6 +253,9 @@ class Controller:
         group.rewards, group.stage = rewards, Stage.QUEUED
         if self.rules.dynamic_sampling and not group.teaches:
             self._leave(group, Fate.FILTERED, "all rewards are equal")
+            self._count_fruitless("all rewards are equal")
+        else:
+            self._fruitless = 0
 
     def refused(self, group_id: int, attempt: int, reason: str) -> None:
         """No engine takes this prompt: the group fails, for its data's sake."""
@@ -256,10 +263,12 @@ class Controller:
         if group is not None:
             self._release(group)
             self._leave(group, Fate.FAILED, reason)
+            self._count_fruitless(reason)
 
     def scoring_failed(self, group_id: int, reason: str) -> None:
         """The group's responses cannot be scored: it fails, for its data's sake."""
         self._leave(self._at(group_id, Stage.SCORING), Fate.FAILED, reason)
+        self._count_fruitless(reason)
 
     def generation_failed(self, group_id: int, attempt: int) -> bool:
         """The engine or the way to it broke: the group is generated again, at the front. False for a late word of an
@@ -360,6 +369,15 @@ class Controller:
         else:
             age = version - group.oldest_version
             self._leave(group, Fate.STALE, f"{age} versions old, the bound is {self.rules.staleness_bound}")
+
+    def _count_fruitless(self, reason: str) -> None:
+        """Raises `RunError` when so many groups in a row came to nothing that the next ones will too."""
+        self._fruitless += 1
+        if self._fruitless >= max(4 * self.rules.batch_groups, FRUITLESS):
+            raise RunError(
+                f"control: {self._fruitless} groups in a row could not be trained, the last because: {reason}; look at "
+                "the data, the reward and the model"
+            )
 
     def _leave(self, group: Group, fate: Fate, reason: str) -> None:
         del self.groups[group.group_id]

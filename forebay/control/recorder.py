@@ -5,6 +5,7 @@ Step time is `train_wait_s + train_s + publish_s`: each second of the trainer co
 """
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +45,8 @@ class Recorder:
         ages = [batch.version - group.oldest_version for group in batch.groups]
         self.staleness.extend(ages)
         # Ours win over the trainer's of the same name: the trainer sees only the groups that teach.
-        record: dict[str, Any] = report.metrics | {
+        metrics = {name: value if math.isfinite(value) else None for name, value in report.metrics.items()}
+        record: dict[str, Any] = metrics | {
             "t": round(self.elapsed, 4),
             "step": report.step,
             "version": batch.version,
@@ -88,7 +90,7 @@ class Recorder:
 
     def _write(self, kind: str, record: dict[str, Any], flush: bool = False) -> None:
         line = {"kind": kind, "t": round(self.elapsed, 4)} | record
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         if flush:
             self._file.flush()
 

@@ -18,7 +18,7 @@ from forebay.control.ledger import LedgerError
 from forebay.control.recorder import Recorder
 from forebay.control.types import EngineFailure, GenerationEngine, RequestRefused, Snapshot
 from forebay.control.wire import SnapshotReport, StepReport
-from forebay.errors import DataError, DeadlineError, RunError
+from forebay.errors import DataError, DeadlineError, ForebayError, RunError
 
 QUEUE_PERIOD_S = 0.2
 """How often queue and flight are recorded."""
@@ -55,11 +55,15 @@ class ControlUnit:
         *,
         seed: int,
         stall_timeout_s: float,
+        step_timeout_s: float,
         max_restarts: int,
     ) -> None:
         self.controller = controller
         self._fleet, self._scorer, self._recorder = fleet, scorer, recorder
+        self.trainer_seen = False
+        """Whether the trainer has asked for a batch."""
         self._seed, self._stall_timeout_s = seed, stall_timeout_s
+        self._step_timeout_s = step_timeout_s
         self._restarts_left = max_restarts
         self._snapshot: Snapshot | None = None
         self._changed = asyncio.Condition()
@@ -92,6 +96,7 @@ class ControlUnit:
 
     async def next_batch(self, step: int) -> Batch | None:
         """The batch of a step, or None after `POLL_S` or at the end of the run."""
+        self.trainer_seen = True
         deadline = time.monotonic() + POLL_S
         async with self._changed:
             while True:
@@ -122,6 +127,7 @@ class ControlUnit:
             raise
         self._recorder.step(report, batch, self.controller)
         await self._wake()
+        self._progress()
         if self.controller.finished and self._over is not None and not self._over.done():
             self._over.set_result(None)
 
@@ -131,6 +137,7 @@ class ControlUnit:
             return
         self.controller.snapshot_published(report.version)
         self._snapshot = Snapshot(report.version, report.path, report.manifest_sha256)
+        self._progress()
         await self._wake()
 
     def status(self) -> dict[str, Any]:
@@ -150,7 +157,9 @@ class ControlUnit:
     # ---- decisions carried out
 
     def _pump(self) -> None:
-        """Carry out every decision that is open now."""
+        """Carry out every decision that is open now; none once the run is over, since nobody would end it."""
+        if self.is_over:
+            return
         while (dispatch := self.controller.next_dispatch()) is not None:
             for group in dispatch.groups:
                 self._spawn(self._generate(group, group.attempts, dispatch.engine))
@@ -185,37 +194,49 @@ class ControlUnit:
             self.controller.scoring_failed(group.group_id, str(fault))
         else:
             self.controller.scored(group.group_id, tuple(float(reward) for reward in rewards))
+            self._progress()
         await self._wake()
 
     async def _refresh(self, index: int, engine: Engine, snapshot: Snapshot) -> None:
         try:
             record = await self._fleet.engines[index].refresh(snapshot)
-        except EngineFailure as failure:
+        except (EngineFailure, RequestRefused) as failure:  # a refresh that is refused is the engine's fault too
             if self.controller.engines.get(index) is engine:
                 await self._recover(index, failure)
             return
         if self.controller.engines.get(index) is engine:
             self.controller.refresh_done(index, record.version)
             self._recorder.refreshed(index, record)
+            self._progress()
         await self._wake()
 
-    async def _recover(self, index: int, failure: EngineFailure) -> None:
+    async def _recover(self, index: int, failure: ForebayError) -> None:
         """Take the engine out, start it anew, bring it to the newest snapshot, give it work again."""
         self._recovering.add(index)
         self.controller.engine_lost(index)
-        self._recorder.event("engine_lost", engine=index, reason=str(failure))
-        await self._wake()
-        if self._restarts_left <= 0:
-            raise RunError(f"engine {index} failed and no restart is left (generation.max_restarts): {failure}")
-        self._restarts_left -= 1
-        await self._fleet.restart(index)
-        version = 0
-        while self._snapshot is not None and version < self._snapshot.version:
-            version = (await self._fleet.engines[index].refresh(self._snapshot)).version
+        version: int | None = None
+        while version is None:
+            self._recorder.event("engine_lost", engine=index, reason=str(failure))
+            await self._wake()
+            if self._restarts_left <= 0:
+                raise RunError(f"engine {index} failed and no restart is left (generation.max_restarts): {failure}")
+            self._restarts_left -= 1
+            try:
+                await self._fleet.restart(index)
+                version = await self._catch_up(index)
+            except RunError as again:
+                failure = again
         self._recovering.discard(index)
         self.controller.engine_joined(index, version)
         self._recorder.event("engine_joined", engine=index, version=version)
+        self._progress()
         await self._wake()
+
+    async def _catch_up(self, index: int) -> int:
+        version = 0
+        while self._snapshot is not None and version < self._snapshot.version:
+            version = (await self._fleet.engines[index].refresh(self._snapshot)).version
+        return version
 
     # ---- time
 
@@ -226,7 +247,8 @@ class ControlUnit:
             self._recorder.queue(self.controller)
             trainer_alive()
             idle = time.monotonic() - self._last_progress
-            if idle > self._stall_timeout_s:
+            holds = self.controller.training_step is not None
+            if idle > (max(self._stall_timeout_s, self._step_timeout_s) if holds else self._stall_timeout_s):
                 raise DeadlineError(
                     f"control: no progress for {idle:.0f} s (control.stall_timeout_s): {self._culprit()}"
                 )
@@ -254,7 +276,6 @@ class ControlUnit:
 
     async def _wake(self) -> None:
         """Something happened: decide again, and let the waiting trainer look."""
-        self._progress()
         self._pump()
         async with self._changed:
             self._changed.notify_all()

@@ -67,11 +67,20 @@ def prompts():
         yield (Prompt(f"p{number}", (number,), "bad" if number == 3 else "good", "null", 5.0),)
 
 
-def build(tmp_path, fleet, *, stall=30.0, restarts=2, on_step=lambda record: None):
-    rules = Rules(STEPS, 4, 2, 1, 2, 2.0, 64)
+def build(tmp_path, fleet, *, stall=30.0, restarts=2, on_step=lambda record: None, **changes):
+    rules = Rules(STEPS, 4, 2, 1, 2, 2.0, 64, **changes)
     recorder = Recorder(tmp_path / "metrics.jsonl", on_step)
     controller = Controller(rules, prompts())
-    return ControlUnit(controller, fleet, StubScorer(), recorder, seed=1, stall_timeout_s=stall, max_restarts=restarts)
+    return ControlUnit(
+        controller,
+        fleet,
+        StubScorer(),
+        recorder,
+        seed=1,
+        stall_timeout_s=stall,
+        step_timeout_s=stall,
+        max_restarts=restarts,
+    )
 
 
 async def stub_trainer(unit):
@@ -121,6 +130,35 @@ def test_a_dead_engine_is_restarted_refreshed_and_its_groups_are_generated_again
     assert fleet.restarted == [0]
     assert unit.controller.ledger.fates()["trained"] == 20
     assert max(entry.attempts for entry in unit.controller.ledger.entries) >= 2
+
+
+def test_nothing_is_started_once_the_run_is_over(tmp_path):
+    fleet = StubFleet()
+    unit = build(tmp_path, fleet)
+
+    async def go():
+        training = asyncio.create_task(stub_trainer(unit))
+        await unit.run(lambda: None)
+        await training  # its last snapshot comes when the last step has ended the run
+        await asyncio.sleep(0.05)
+        assert not unit._tasks
+
+    asyncio.run(go())
+    assert fleet.restarted == []
+
+
+@pytest.mark.parametrize(("dynamic", "reason"), [(False, "no number"), (True, "all rewards are equal")])
+def test_groups_that_all_come_to_nothing_end_the_run_with_the_reason(tmp_path, dynamic, reason):
+    class Fruitless(StubScorer):
+        async def score(self, responses, answer, prompt):
+            if dynamic:
+                return [1.0] * len(responses)
+            raise DataError("no number in the answer")
+
+    unit = build(tmp_path, StubFleet(), dynamic_sampling=dynamic)
+    unit._scorer = Fruitless()
+    with pytest.raises(RunError, match=f"64 groups in a row.*{reason}"):
+        drive(unit)
 
 
 def test_too_many_restarts_end_the_run_with_the_reason(tmp_path):
