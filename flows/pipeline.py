@@ -19,6 +19,7 @@ from forebay.config import RunConfig, load_profile
 from forebay.errors import ForebayError, UserError
 from forebay.run import RunContext
 from forebay.storage import publish as storage
+from forebay.storage.store import Store
 from forebay.telemetry import report
 from forebay.telemetry.summary import EndStatus, build_summary, error_line, failure_summary
 from tasks.evaluate import evaluate
@@ -53,6 +54,7 @@ def pipeline(
     started = time.monotonic()
     stages: dict[str, float] = {}
     try:
+        Store(config.storage.uri, config.storage.endpoint_url).check()  # not after hours of training
         return _run_stages(run, stages, started)
     except BaseException as error:  # Prefect's TerminationSignal and Ctrl-C are no Exceptions
         _publish_failure(run, error, stages, time.monotonic() - started)

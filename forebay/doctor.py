@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from forebay.config import RunConfig
 from forebay.errors import ForebayError, RunError, UserError
+from forebay.launch.ports import hold_port
 
 GB = 1e9
 INSTALL = "run `make install`, or pip install 'forebay[cpu]' with PyTorch's CPU index, or 'forebay[cuda]'"
@@ -208,13 +208,10 @@ def check_ports(config: RunConfig) -> list[Check]:
 
 
 def check_port(host: str, port: int, setting: str) -> Check:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            detail = f"cannot be taken on {host}: {error.strerror}"
-            return Check(f"port {port}", False, detail, f"choose another {setting}, or 0 for a free one")
+    try:
+        hold_port(host, port).close()
+    except UserError as error:
+        return Check(f"port {port}", False, str(error), f"choose another {setting}, or 0 for a free one")
     return Check(f"port {port}", True, f"free on {host} ({setting})")
 
 
@@ -224,6 +221,8 @@ def check_model(config: RunConfig) -> Check:
     from forebay.data.start_model import check_model as check_folder
 
     name = config.model.path
+    if name == MAZE_TINY and config.data.source != "builtin:maze":
+        return Check("model", False, f"{name} knows no words but those of builtin:maze", "set model.path for this data")
     if name == MAZE_TINY:
         return Check("model", True, f"{name}: made and warm-started by the run")
     if name == SMOLLM2:
@@ -270,6 +269,8 @@ def check_data(config: RunConfig) -> Check:
         return Check("data", False, f"{name} is unknown", f"the built-in tasks are {', '.join(BUILT_IN)}")
     path = Path(name).expanduser()
     if path.suffix in SUFFIXES or path.exists():
+        if path.is_file() and not path.stat().st_size:
+            return Check("data", False, f"{name} is empty", "set data.source")
         if path.is_file() and path.suffix in SUFFIXES and os.access(path, os.R_OK):
             return Check("data", True, f"{name}: {path.stat().st_size:,} bytes")
         what = "cannot be read as" if path.exists() else "does not exist; it must be"

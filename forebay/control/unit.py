@@ -127,7 +127,8 @@ class ControlUnit:
     def refuses(self, step: int) -> bool:
         """Whether nothing will come for this step any more. A trainer that died with the last steps in no checkpoint
         is served them again."""
-        failed = self._over is not None and self._over.done() and self._over.exception() is not None
+        over = self._over
+        failed = over is not None and over.done() and (over.cancelled() or over.exception() is not None)
         return failed or (self.controller.finished and step > self.controller.steps_trained)
 
     async def next_batch(self, step: int) -> Batch | None:

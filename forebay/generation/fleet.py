@@ -37,6 +37,7 @@ class Fleet:
         self._processes: list[Process | None] = [None] * run.config.generation.engines
         self._ports: list[socket.socket] = []
         self._repairs = [asyncio.Lock() for _ in self._processes]
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         is_cpu_build()  # no vLLM: say so before anything starts
@@ -100,6 +101,8 @@ class Fleet:
 
     async def _start(self, i: int) -> None:
         """Start engine i and wait until it is healthy; raises `RunError` as soon as it is known to have failed."""
+        if self._closed:
+            raise RunError(f"engine {i} is not started: its fleet is closed")
         config, engine = self._run.config, self.engines[i]
         log = self._run.logs / f"{engine.name}.log"
         port = self._ports[i].getsockname()[1]
@@ -120,6 +123,7 @@ class Fleet:
         await engine.set_version(0)
 
     async def _stop_all(self) -> None:
+        self._closed = True
         await asyncio.gather(*(engine.close() for engine in self.engines))
         stops = [asyncio.to_thread(p.stop, STOP_GRACE_S) for p in self._processes if p is not None]
         results = await asyncio.gather(*stops, return_exceptions=True)

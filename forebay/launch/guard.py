@@ -118,11 +118,17 @@ class Guard:
             if signals & {signal.SIGTERM, signal.SIGINT}:
                 return SIGNAL_GRACE_S
             if select.select([self.control], [], [], 0)[0]:
-                message = os.read(self.control, 64)
-                return float(message) if message else ORPHAN_GRACE_S
+                return self.grace_told(os.read(self.control, 4096))
             # A process that the parent forked may hold the pipe open after the parent's death.
             if os.getppid() != self.parent:
                 return ORPHAN_GRACE_S
+
+    def grace_told(self, message: bytes) -> float:
+        """The last of the lines, if several callers said stop; an end of file says that the parent is gone."""
+        try:
+            return float(message.split()[-1])
+        except (IndexError, ValueError):
+            return ORPHAN_GRACE_S
 
     def end_tree(self, grace_s: float) -> None:
         """SIGTERM, wait, SIGKILL; resource trackers last, so that they can tidy up after the killed."""
@@ -162,9 +168,12 @@ def main(arguments: list[str]) -> int:
     if cores != "-":
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     guard = Guard(control, parent, command)
-    grace_s = guard.watch()
-    guard.end_tree(grace_s)
-    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    grace_s = ORPHAN_GRACE_S
+    try:
+        grace_s = guard.watch()
+    finally:
+        guard.end_tree(grace_s)
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
     return 1 if guard.exit_code is None else guard.exit_code
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,12 +36,19 @@ class Process:
         self._popen = popen
         self._control: int | None = control
         self._mark = mark
+        self._started = time.monotonic()
+        self._lock = threading.RLock()  # stop may be called from several threads at the same time
         self._temporary = temporary
 
     @property
     def pid(self) -> int:
         """Of the guard; the command and all it started are below it (`tree`)."""
         return self._popen.pid
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self._started
 
     def tree(self) -> list[int]:
         """Pids of the command and of all it started, the command first."""
@@ -62,9 +70,11 @@ class Process:
 
     def stop(self, grace_s: float = 5.0) -> None:
         """SIGTERM to all of it, SIGKILL after `grace_s` seconds; returns when it is gone. `RunError` if it stays."""
-        if self._popen.poll() is None and self._control is not None:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(self._control, f"{grace_s}\n".encode())
+        with self._lock:
+            if self._popen.poll() is None and self._control is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(self._control, f"{grace_s}\n".encode())
+        if self._popen.poll() is None:
             # The guard kills for as long as anything lives; only a process stuck in the kernel outlasts this.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(grace_s + 15)
@@ -88,12 +98,11 @@ class Process:
 
     def _clear(self) -> None:
         """Once, after the guard has ended: close the pipe and end what a killed guard has left."""
-        if self._control is None:
-            return
-        os.close(self._control)
-        self._control = None
-        if self._popen.returncode >= 0:
-            return
+        with self._lock:
+            if self._control is None:
+                return
+            os.close(self._control)
+            self._control = None
         deadline = time.monotonic() + 5
         while (left := _marked(self._mark)) and time.monotonic() < deadline:
             for pid in left:

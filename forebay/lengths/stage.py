@@ -81,8 +81,13 @@ def _choose(rows: Sequence[Row], run: RunContext) -> list[Row]:
 
 async def _profile(run: RunContext, rows: Sequence[Row]) -> list[list[Sample]]:
     async with Fleet(run, run.start_model, plan_cores(run.config)) as fleet:
-        jobs = [_answer(run, fleet, i, row) for i, row in enumerate(rows)]
-        return list(await asyncio.gather(*jobs))
+        jobs = [asyncio.create_task(_answer(run, fleet, i, row)) for i, row in enumerate(rows)]
+        try:
+            return list(await asyncio.gather(*jobs))
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
 
 
 async def _answer(run: RunContext, fleet: Fleet, index: int, row: Row) -> list[Sample]:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -99,6 +100,27 @@ def test_end_of_the_command_ends_what_it_started(tmp_path: Path) -> None:
     assert process.wait(10) == 7
     assert process.describe_exit() == "ended with exit code 7"
     assert not running(int(process.log_tail()))
+
+
+def test_two_stops_at_once_leave_nothing(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, time; print(subprocess.Popen(['setsid', 'sleep', '60']).pid, flush=True); time.sleep(60)"
+    )
+    process = spawn("twice", [sys.executable, "-c", program], env={}, log=tmp_path / "log")
+    deadline = time.monotonic() + 10
+    while not process.log_tail(1).strip() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    grandchild = int(process.log_tail(1))
+    os.kill(process.pid, signal.SIGSTOP)  # as on a busy machine: both messages wait when the guard runs again
+    stops = [threading.Thread(target=process.stop, args=(grace,)) for grace in (0.0, 3.0)]
+    for stop in stops:
+        stop.start()
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGCONT)
+    for stop in stops:
+        stop.join(20)
+    assert process.poll() is not None
+    assert not Path(f"/proc/{grandchild}").exists()
 
 
 def test_a_signal_shows_in_the_exit_code(tmp_path: Path) -> None:
