@@ -10,6 +10,7 @@ import time
 import uuid
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 FOREBAY = str(Path(sys.executable).with_name("forebay"))
@@ -59,19 +60,26 @@ class Run:
         run_id = re.search(r"^run (\S+)", self.text, re.MULTILINE)[1]
         return json.loads((self.folder / "runs" / run_id / "summary.json").read_text())
 
-    def left(self):
-        """Command lines of living processes that carry the mark."""
-        found = []
+    def processes(self):
+        """pid -> command line of the living processes that carry the mark."""
+        found = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
             try:
                 environment = (entry / "environ").read_bytes().split(b"\0")
                 if self.mark.encode() in environment:
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:  # it ended meanwhile
                 continue
         return found
+
+    def left(self):
+        return list(self.processes().values())
+
+    def pids(self, word):
+        """Processes with this word in their command line, guards left out."""
+        return sorted(pid for pid, line in self.processes().items() if word in line and "guard.py" not in line)
 
     def assert_nothing_left(self):
         deadline = time.monotonic() + 10
@@ -144,3 +152,41 @@ def test_kill_9_leaves_no_process(folder):
         run.assert_nothing_left()
     finally:
         run.end()
+
+
+def test_engines_and_trainer_that_are_killed_or_stopped_cost_no_group(folder):
+    """One engine is killed, the other one is stopped (it hangs), the trainer is killed: the run comes to its end, and
+    every group has one fate."""
+    steps = 40
+    run = Run(
+        folder,
+        f"training.steps={steps}",
+        "training.checkpoint_every=4",
+        "generation.engines=2",
+        "generation.stall_timeout_s=5",
+        "generation.max_restarts=6",
+    )
+    try:
+        run.wait_for(r"step \d+/40")
+        engines = run.pids("EngineCore")
+        assert len(engines) == 2
+        os.kill(engines[0], signal.SIGKILL)
+        os.kill(engines[1], signal.SIGSTOP)
+        for trainer in run.pids("forebay.training.worker"):
+            os.kill(trainer, signal.SIGKILL)
+        assert run.process.wait(PATIENCE_S) == 0, run.text
+    finally:
+        run.end()
+    summary = run.summary()
+    assert summary["status"] == "completed"
+    assert summary["engines"]["restarts"] >= 2
+    assert summary["trainer"]["restarts"] == 1
+    fates = summary["fates"]
+    assert fates["in_flight"] == 0
+    assert fates["trained"] + fates["filtered"] == steps * 16
+    assert fates["admitted"] == sum(count for fate, count in fates.items() if fate != "admitted")
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
+    rows = pq.read_table(folder / "runs" / summary["run_id"] / "ledger.parquet").to_pylist()
+    assert sorted(row["group_id"] for row in rows) == list(range(fates["admitted"]))
+    assert any(row["attempts"] > 1 and len(set(row["engines"])) >= 1 for row in rows)
+    run.assert_nothing_left()

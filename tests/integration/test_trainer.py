@@ -211,7 +211,7 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint(
     with ControlStub(killed.token, lambda step: batches[step] if step < STEPS else None) as control:
         process = start(killed, control.url)
         try:
-            until(lambda: control.checkpoints == [2, 4], process)
+            until(lambda: control.checkpoints[-1:] == [4], process)
             for pid in children(process) or [process.pid]:
                 os.kill(pid, signal.SIGKILL)
             assert process.wait(DEADLINE_S) != 0
