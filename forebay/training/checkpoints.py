@@ -9,7 +9,6 @@ Invariants:
 """
 
 import json
-import os
 import re
 import shutil
 import time
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from forebay.errors import DeadlineError, RunError
 from forebay.training.distributed import Ranks
+from forebay.training.snapshots import sync_to_disk
 
 KEEP = 2
 POLL_S = 0.02
@@ -86,7 +86,7 @@ class Checkpoints:
             folder.mkdir(exist_ok=True)
             file = folder / _file(self._rank)
             save_file(state, file.with_suffix(".part"))
-            _sync(file.with_suffix(".part"))
+            sync_to_disk(file.with_suffix(".part"))
             file.with_suffix(".part").rename(file)
             if self._rank == 0:
                 self._complete(folder, step)
@@ -105,10 +105,10 @@ class Checkpoints:
                 )
             time.sleep(POLL_S)
         (folder / "state.json").write_text(json.dumps({"step": step, "layout": self._layout}), encoding="utf-8")
-        _sync(folder / "state.json")
-        _sync(folder)
+        sync_to_disk(folder / "state.json")
+        sync_to_disk(folder)
         folder.rename(self._folder / _name(step))
-        _sync(self._folder)
+        sync_to_disk(self._folder)
         for old in _steps(self._folder)[:-KEEP]:
             shutil.rmtree(self._folder / _name(old), ignore_errors=True)
 
@@ -124,10 +124,3 @@ def _name(step: int) -> str:
 def _file(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -72,7 +72,7 @@ class SnapshotWriter:
                 raise FileExistsError(f"{folder} is there already")
             temporary.rename(folder)
             if fsync:
-                _fsync_folder(folder.parent)
+                sync_to_disk(folder.parent)
         except OSError as error:
             raise RunError(f"cannot write the weights of version {version} to {folder}: {error}") from None
         finally:
@@ -106,7 +106,7 @@ class SnapshotWriter:
         manifest = json.dumps({"version": version, "files": files, "tensors": tensors}, indent=1).encode()
         _write(folder / MANIFEST, manifest, fsync)
         if fsync:
-            _fsync_folder(folder)
+            sync_to_disk(folder)
         return hashlib.sha256(manifest).hexdigest()
 
 
@@ -183,8 +183,9 @@ def _write(path: Path, data: bytes, fsync: bool) -> None:
             os.fsync(file.fileno())
 
 
-def _fsync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync_to_disk(path: Path) -> None:
+    """fsync of a file or a folder."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
