@@ -161,8 +161,8 @@ def outcome(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _kept(result: Any) -> dict[str, Any]:
     return {
-        "staleness_mean": result.staleness_mean,
-        "staleness_max": result.staleness_max,
+        "staleness_mean": result.staleness.mean,
+        "staleness_max": result.staleness.max,
         "staleness_bound": result.staleness_bound,
         "refresh_pause_s": result.refresh_pause_s,
         **{fate: count for fate, count in result.fates.items() if fate not in ("admitted", "in_flight")},

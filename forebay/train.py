@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from forebay.config import RunConfig
 from forebay.control.controller import Controller, Rules
-from forebay.control.recorder import Recorder, mean, quantile
+from forebay.control.recorder import Ages, Recorder
 from forebay.control.server import control_app, serve
 from forebay.control.source import Minibatch, scheduled
 from forebay.control.types import Prompt
@@ -50,13 +50,12 @@ class TrainResult:
     train_waits: list[float]
     """Of the same steps."""
     staleness_bound: int
-    staleness_mean: float
-    staleness_p95: int
-    staleness_max: int
-    staleness_histogram: dict[int, int]
-    """Versions between a trained group's oldest token and its training -> groups."""
-    token_staleness_mean: float
-    """The same of every trained token, not of the oldest."""
+    staleness: Ages
+    """Of trained groups: versions between the oldest token and the training."""
+    sample_staleness: Ages
+    """Of trained responses."""
+    token_staleness: Ages
+    """Of trained tokens."""
     fates: dict[str, int]
     """admitted = trained + filtered + stale + failed (+ in_flight, 0 at the end of a completed run)."""
     tokens_per_s: float
@@ -83,6 +82,7 @@ def rules_of(config: RunConfig) -> Rules:
     return Rules(
         steps=config.training.steps,
         batch_groups=config.control.batch_groups,
+        require_batches=config.control.require_batches,
         group_size=config.generation.group_size,
         sync_every=config.control.sync_every,
         max_staleness=config.staleness_bound,
@@ -239,11 +239,9 @@ def _result(unit: ControlUnit, recorder: Recorder, trainer_restarts: int) -> Tra
         step_times=[step["step_time_s"] for step in steady],
         train_waits=[step["train_wait_s"] for step in steady],
         staleness_bound=controller.rules.staleness_bound,
-        staleness_mean=mean(recorder.staleness),
-        staleness_p95=quantile(recorder.staleness, 0.95),
-        staleness_max=max(recorder.staleness, default=0),
-        staleness_histogram=dict(sorted(recorder.staleness.items())),
-        token_staleness_mean=recorder.token_staleness,
+        staleness=Ages.of(recorder.staleness),
+        sample_staleness=Ages.of(recorder.sample_staleness),
+        token_staleness=Ages.of(recorder.token_staleness),
         fates=controller.ledger.fates(),
         tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
         refreshes=len(recorder.pauses),

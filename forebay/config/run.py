@@ -1,5 +1,6 @@
 """`RunConfig`: a whole run, its sections and the checks across them."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -87,6 +88,14 @@ class RunConfig(Config):
             raise ValueError(
                 f"control.work_in_progress ({control.work_in_progress}) is less than one batch, so no batch could ever "
                 "fill: set it to 1 or more"
+            )
+        within_bound = (int(self.staleness_bound) + 1) * control.sync_every
+        credits = self.work_in_progress
+        if control.require_batches > min(within_bound, control.queue.high, math.inf if credits == "auto" else credits):
+            raise ValueError(
+                f"control.require_batches ({control.require_batches}) could never be queued: it must not exceed "
+                f"control.work_in_progress ({credits}), control.queue.high ({control.queue.high:g}) and the "
+                f"{within_bound} batches within the staleness bound; lower it"
             )
         if control.queue.low > control.queue.high:
             raise ValueError(

@@ -167,6 +167,9 @@ class ControlConfig(Config):
 
     batch_groups: Positive = 16
     """Groups in one optimizer step."""
+    require_batches: Positive = 1
+    """Batches that must be queued before the trainer takes the first of them (`fully_async`); more than one smooths
+    the steps and makes samples older."""
     sync_every: Positive = 1
     """Optimizer steps between two snapshots."""
     max_staleness: Annotated[float, Field(ge=0)] = 4

@@ -111,7 +111,7 @@ class Controller:
         if done is not None:
             return done
         forming = self._form(step)
-        if not forming.complete and len(self._queue) + len(forming.taken) >= self.rules.batch_groups:
+        if not forming.complete and len(self._queue) + len(forming.taken) >= self._required(step):
             self._fill(forming)
         return forming.batch() if forming.complete else None
 
@@ -122,7 +122,8 @@ class Controller:
         if done is not None:
             return Batch(step, done.version, done.groups[received:], ()), True
         forming = self._form(step)
-        self._fill(forming)
+        if forming.taken or len(self._queue) >= self._required(step) - self.rules.batch_groups:
+            self._fill(forming)
         fresh = tuple(forming.teaching[received:])
         if not fresh and not forming.complete:
             return None
@@ -344,6 +345,15 @@ class Controller:
             self.tokens_discarded += group.tokens
             self._leave(group, Fate.STALE, f"{age} versions old, the bound is {self.rules.staleness_bound}")
         return forming
+
+    def _required(self, step: int) -> int:
+        """Groups that must be ready before `step` begins: several batches, where it is the first of several; no more
+        than the steps that are left, and than the newest weights may still generate."""
+        rules = self.rules
+        if (step - 1) % rules.require_batches:
+            return rules.batch_groups
+        allowed = int(rules.slots_allowed(self.published)) // rules.batch_groups - (step - 1)
+        return max(1, min(rules.require_batches, rules.steps - step + 1, allowed)) * rules.batch_groups
 
     def _fill(self, forming: Forming) -> None:
         for group in self._queue.fill(forming):

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,10 +64,13 @@ class Recorder:
         self._rows: list[dict[str, Any]] = []
         self._admitted: dict[int, float] = {}
         self._finished: dict[int, float] = {}
-        self._token_age = [0.0, 0]
         self.steps: list[dict[str, Any]] = []
         self.staleness: Counter[int] = Counter()
-        """Trained groups by staleness in versions."""
+        """Trained groups by staleness in versions: of their oldest token."""
+        self.sample_staleness: Counter[int] = Counter()
+        """Trained responses by the age of their oldest token."""
+        self.token_staleness: Counter[int] = Counter()
+        """Trained tokens by age."""
         self.pauses: list[float] = []
         self.tokens = self.tokens_recomputed = 0
         """Response tokens of finished groups; tokens whose KV cache was computed again after a refresh."""
@@ -79,11 +83,6 @@ class Recorder:
     @property
     def elapsed(self) -> float:
         return self._clock() - self._start
-
-    @property
-    def token_staleness(self) -> float:
-        """Mean over all trained tokens of the versions between a token and its training."""
-        return self._token_age[0] / self._token_age[1] if self._token_age[1] else 0.0
 
     def dispatched(self, group: Group) -> None:
         self._admitted.setdefault(group.group_id, self.elapsed)
@@ -99,8 +98,10 @@ class Recorder:
         mean = sum(sample.mean_version * len(sample.ids) for sample in samples) / tokens if tokens else None
         if entry.fate is Fate.TRAINED and entry.staleness is not None and entry.trained_version is not None:
             self.staleness[entry.staleness] += 1
-            self._token_age[0] += tokens * (entry.trained_version - (mean or 0.0))
-            self._token_age[1] += tokens
+            for sample in samples:
+                self.sample_staleness[entry.trained_version - sample.oldest_version] += 1
+                for span in sample.versions:
+                    self.token_staleness[entry.trained_version - span.version] += span.end - span.start
         self._rows.append(
             {
                 "group_id": entry.group_id,
@@ -182,16 +183,28 @@ class Recorder:
             self._file.flush()
 
 
-def quantile(histogram: Counter[int], share: float) -> int:
+@dataclass(frozen=True)
+class Ages:
+    """A distribution of ages in versions."""
+
+    mean: float
+    p95: int
+    max: int
+    histogram: dict[int, int]
+
+    @classmethod
+    def of(cls, counts: Counter[int]) -> "Ages":
+        """All zero if nothing was counted."""
+        total = counts.total()
+        mean = sum(age * count for age, count in counts.items()) / total if total else 0.0
+        return cls(mean, _quantile(counts, 0.95), max(counts, default=0), dict(sorted(counts.items())))
+
+
+def _quantile(counts: Counter[int], share: float) -> int:
     """The smallest value that at least this share of the counted ones does not exceed; 0 for none."""
-    left = share * histogram.total()
-    for value in sorted(histogram):
-        left -= histogram[value]
+    left = share * counts.total()
+    for value in sorted(counts):
+        left -= counts[value]
         if left <= 1e-9:
             return value
     return 0
-
-
-def mean(histogram: Counter[int]) -> float:
-    total = histogram.total()
-    return sum(value * count for value, count in histogram.items()) / total if total else 0.0

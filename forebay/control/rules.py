@@ -43,6 +43,8 @@ class Rules:
     """Most filtered groups for each slot of one batch under `dynamic_sampling`."""
     stale: Literal["drop", "retry"] = "drop"
     dynamic_sampling: bool = False
+    require_batches: int = 1
+    """Batches that must be queued before the first of them is trained."""
     refresh: RefreshMode = "retract"
     refresh_all: bool = False
     """All engines refresh at the same time, not one after another."""
@@ -77,7 +79,8 @@ class Credits:
         self._most = (rules.max_staleness + 1) * rules.sync_every
         # One batch in generation per batch of waiting, and one in training unless it is trained as it comes.
         start = 1.5 + (0.25 if streaming else 1.0)
-        self.batches = min(start, self._most) if rules.work_in_progress is None else rules.work_in_progress
+        start = max(min(start, self._most), float(rules.require_batches))
+        self.batches = start if rules.work_in_progress is None else rules.work_in_progress
         self._bound = False
 
     @property
@@ -94,5 +97,5 @@ class Credits:
             if waited_share > STARVED_SHARE and self._bound:
                 self.batches = min(self.batches + RAISE, max(self._most, 1.0))
             elif queued >= self._rules.batch_groups:
-                self.batches = max(self.batches - LOWER, 1.0)
+                self.batches = max(self.batches - LOWER, float(self._rules.require_batches))
         self._bound = False

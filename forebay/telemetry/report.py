@@ -97,7 +97,7 @@ def _key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("share of step time waiting for data", _percent(summary.get("train_wait_ratio"))),
         ("response tokens per second", _number(summary.get("tokens_per_s"), 0)),
         ("staleness, mean / 95% / largest / bound", _joined(staleness, ("mean", "p95", "max", "bound"))),
-        ("staleness of a token, mean", _number(staleness.get("token_mean"), 2)),
+        ("staleness of a token, mean", _number(_part(staleness, "tokens").get("mean"), 2)),
         ("weight refresh", _refresh_text(_part(summary, "refresh"))),
         ("restarts, engines / trainer", _restarts_text(summary)),
         ("groups", ", ".join(f"{count} {fate}" for fate, count in fates.items()) or None),

@@ -15,6 +15,7 @@ from forebay.errors import ForebayError
 from forebay.run import RunContext
 
 if TYPE_CHECKING:
+    from forebay.control.recorder import Ages
     from forebay.evaluation.stage import EvaluationResult
     from forebay.lengths.stage import LengthsResult
     from forebay.scheduling.schedule import ScheduleResult
@@ -84,15 +85,18 @@ def build_summary(
 
 
 def _staleness(trained: "TrainResult") -> dict[str, Any]:
-    """In versions, of the trained groups by their oldest token; `token_mean` of every trained token."""
+    """In versions: of the trained groups by their oldest token, of each response (`samples`), of each token."""
+    levels = {"samples": trained.sample_staleness, "tokens": trained.token_staleness}
     return {
-        "bound": _finite(trained.staleness_bound),
-        "mean": _finite(trained.staleness_mean),
-        "max": _finite(trained.staleness_max),
-        "p95": _finite(trained.staleness_p95),
-        "token_mean": _finite(trained.token_staleness_mean),
-        "histogram": {str(age): groups for age, groups in sorted(trained.staleness_histogram.items())},
+        "bound": trained.staleness_bound,
+        **_ages(trained.staleness),
+        **{name: _ages(ages) for name, ages in levels.items()},
     }
+
+
+def _ages(ages: "Ages") -> dict[str, Any]:
+    histogram = {str(age): count for age, count in ages.histogram.items()}
+    return {"mean": _finite(ages.mean), "p95": ages.p95, "max": ages.max, "histogram": histogram}
 
 
 def _refresh(run: RunContext, trained: "TrainResult") -> dict[str, Any]:

@@ -123,4 +123,3 @@ def _name(step: int) -> str:
 
 def _file(rank: int) -> str:
     return f"rank-{rank}.safetensors"
-

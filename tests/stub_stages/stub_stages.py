@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forebay.control.recorder import Ages
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -30,12 +32,10 @@ class Trained:
     steps: int
     step_times: list[float]
     train_waits: list[float]
-    staleness_mean: float = 1.5
     staleness_bound: int = 4
-    staleness_max: int = 3
-    staleness_p95: int = 3
-    staleness_histogram: dict[int, int] = field(default_factory=lambda: {3: 1, 0: 4, 2: 2})
-    token_staleness_mean: float = 1.25
+    staleness: Ages = field(default_factory=lambda: Ages(1.5, 3, 3, {0: 4, 2: 2, 3: 1}))
+    sample_staleness: Ages = field(default_factory=lambda: Ages(1.4, 3, 3, {0: 40, 3: 10}))
+    token_staleness: Ages = field(default_factory=lambda: Ages(1.25, 2, 3, {0: 400, 3: 100}))
     refreshes: int = 2
     refresh_pause_s: float = 0.02
     refresh_pause_max_s: float = 0.03

@@ -270,6 +270,7 @@ ACTIONS = (
             "queue_low": st.sampled_from([0.0, 1.0]),
             "max_predicted_tokens": st.sampled_from([float("inf"), 60.0]),
             "over_sampling": st.sampled_from([1.0, 1.5]),
+            "require_batches": st.sampled_from([1, 1, 2]),
         }
     ),
     streaming=st.booleans(),
@@ -278,6 +279,8 @@ ACTIONS = (
 def test_bound_account_and_progress_under_random_events(
     actions, engines, staleness, sync_every, wip, changes, streaming, seed
 ):
+    most = min((int(staleness) + 1) * sync_every, wip or 2.0, changes["queue_high"])
+    changes["require_batches"] = min(changes["require_batches"], int(most))  # as the profile's checks see to
     rules = make_rules(max_staleness=staleness, sync_every=sync_every, work_in_progress=wip, **changes)
     world = World(rules, engines, seed, streaming)
     for action in actions:
@@ -410,6 +413,24 @@ def test_automatic_credits_rise_when_the_trainer_starves_and_fall_when_stock_is_
     assert credits.batches == raised
     credits.step(waited_share=0.0, queued=100)
     assert 1.0 <= credits.batches < raised
+
+
+def test_several_batches_must_be_queued_before_the_first_of_them_is_trained():
+    world = World(make_rules(require_batches=2, work_in_progress=3.0, steps=3), engines=1, seed=9)
+    world.dispatch()
+    while world.controller.count(Stage.QUEUED) < 7:
+        world.finish()
+        world.score()
+        world.dispatch()
+    assert world.controller.next_batch(1) is None
+    while world.controller.count(Stage.QUEUED) < 8:
+        world.finish()
+        world.score()
+        world.dispatch()
+    world.train()
+    world.train()
+    assert world.steps == 2  # the second batch was there already
+    world.drain()  # the last one needs no second
 
 
 def test_too_many_refills_end_the_run_with_what_to_do():

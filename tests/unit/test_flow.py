@@ -74,12 +74,13 @@ def test_a_complete_run_publishes_its_summary(config: RunConfig, saved: list[tup
     assert summary["step_time_s"] == 2.0
     assert summary["train_wait_ratio"] == pytest.approx(1.5 / 6.0)
     assert summary["staleness"] == {
-        "bound": 4.0,
+        "bound": 4,
         "mean": 1.5,
-        "max": 3.0,
-        "p95": 3.0,
-        "token_mean": 1.25,
+        "max": 3,
+        "p95": 3,
         "histogram": {"0": 4, "2": 2, "3": 1},
+        "samples": {"mean": 1.4, "p95": 3, "max": 3, "histogram": {"0": 40, "3": 10}},
+        "tokens": {"mean": 1.25, "p95": 2, "max": 3, "histogram": {"0": 400, "3": 100}},
     }
     assert summary["refresh"] == {
         "mode": config.control.refresh,

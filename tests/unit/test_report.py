@@ -34,7 +34,7 @@ SUMMARY: dict[str, Any] = {
         "mean": 1.42,
         "max": 3.0,
         "p95": 3.0,
-        "token_mean": 1.1,
+        "tokens": {"mean": 1.1},
         "histogram": {"0": 90, "1": 260, "2": 310, "3": 44},
     },
     "refresh": {
