@@ -7,7 +7,6 @@ completion record says, not an exit code; parts do not know each other or this m
 import asyncio
 import contextlib
 import json
-import math
 import socket
 import statistics
 import time
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from forebay.config import RunConfig
-from forebay.control.controller import Controller, Rules
+from forebay.control.controller import Controller
 from forebay.control.recorder import Ages, Recorder
+from forebay.control.rules import rules_of
 from forebay.control.server import control_app, serve
 from forebay.control.source import Minibatch, scheduled
 from forebay.control.types import Prompt
@@ -77,29 +77,6 @@ def train(run: RunContext, on_progress: Callable[[dict[str, Any]], None]) -> Tra
     return asyncio.run(_train(run, on_progress))
 
 
-def rules_of(config: RunConfig) -> Rules:
-    """The admission rule that a profile asks for."""
-    return Rules(
-        steps=config.training.steps,
-        batch_groups=config.control.batch_groups,
-        require_batches=config.control.require_batches,
-        group_size=config.generation.group_size,
-        sync_every=config.control.sync_every,
-        max_staleness=config.staleness_bound,
-        work_in_progress=None if config.work_in_progress == "auto" else config.work_in_progress,
-        max_concurrent_samples=config.control.max_concurrent_samples,
-        queue_high=config.control.queue.high,
-        queue_low=config.control.queue.low if config.mode == "fully_async" else 0.0,
-        max_predicted_tokens=config.control.max_predicted_tokens or math.inf,
-        over_sampling=config.control.over_sampling,
-        max_refills=config.control.max_refills,
-        stale=config.control.stale,
-        dynamic_sampling=config.control.dynamic_sampling,
-        refresh=config.control.refresh,
-        refresh_all=config.control.refresh_rollout == "all",
-    )
-
-
 async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None]) -> TrainResult:
     config = run.config
     cores = plan_cores(config)
@@ -107,7 +84,7 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
         held = stack.enter_context(_control_port(config))
         scorer = stack.enter_context(contextlib.closing(_reward_pool(run)))
         recorder = stack.enter_context(contextlib.closing(Recorder(run.root, on_progress)))
-        controller = Controller(rules_of(config), _prompts(run), recorder.settled, config.training.streaming)
+        controller = Controller(rules_of(config), _prompts(run), recorder.settled, config.streaming)
         fleet = Fleet(run, run.start_model, cores)
         unit = ControlUnit(controller, fleet, scorer, recorder, seed=config.seed, patience=_patience(config))
         await stack.enter_async_context(serve(control_app(unit, run.token), held))
@@ -124,6 +101,7 @@ def _patience(config: RunConfig) -> Patience:
         step_timeout_s=config.training.step_timeout_s,
         max_restarts=config.generation.max_restarts,
         group_deadline_s=config.control.group_deadline_s,
+        first_wave_s=config.control.first_wave_s,
     )
 
 

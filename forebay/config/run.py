@@ -59,38 +59,66 @@ class RunConfig(Config):
             return self.control.work_in_progress
         return {"sync": 1.0, "one_step_off": 2.0}[self.mode]
 
+    @property
+    def streaming(self) -> bool:
+        """Whether the trainer takes groups as they come."""
+        chosen = self.training.streaming
+        return self.mode == "fully_async" if chosen == "auto" else chosen
+
+    @property
+    def concurrent_samples(self) -> int:
+        """A group starts on an engine while fewer responses than this are in flight there."""
+        return self.control.max_concurrent_samples or self.generation.max_num_seqs
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        gen, control, schedule = self.generation, self.control, self.schedule
         self._check_ports()
-        if gen.max_new_tokens >= self.model.max_model_len:
+        self._check_lengths()
+        self._check_schedule()
+        self._check_queue()
+        self._check_mode()
+        return self
+
+    def _check_lengths(self) -> None:
+        gen, most = self.generation, self.model.max_model_len
+        if gen.max_new_tokens >= most:
             raise ValueError(
                 f"generation.max_new_tokens ({gen.max_new_tokens}) leaves no room for a prompt in model.max_model_len "
-                f"({self.model.max_model_len}): raise model.max_model_len or lower generation.max_new_tokens"
+                f"({most}): raise model.max_model_len or lower generation.max_new_tokens"
             )
+        if self.training.micro_batch_tokens < most:
+            raise ValueError(
+                f"training.micro_batch_tokens ({self.training.micro_batch_tokens}) cannot hold one sequence of "
+                f"model.max_model_len ({most}): raise it"
+            )
+        if self.lengths.predictor == "history" and not self.lengths.history:
+            raise ValueError(
+                "lengths.predictor history needs lengths.history, the ledger.parquet or profile.parquet of an earlier "
+                "run: name it, or choose another predictor"
+            )
+
+    def _check_schedule(self) -> None:
+        schedule = self.schedule
         if schedule.minibatch_slack >= schedule.minibatch_prompts:
             raise ValueError(
                 f"schedule.minibatch_slack ({schedule.minibatch_slack}) must be less than "
                 f"schedule.minibatch_prompts ({schedule.minibatch_prompts})"
             )
         largest = schedule.minibatch_prompts + schedule.minibatch_slack
-        if largest > control.batch_groups:
+        if largest > self.control.batch_groups:
             raise ValueError(
-                f"a minibatch may have {largest} prompts but control.batch_groups is {control.batch_groups}: "
+                f"a minibatch may have {largest} prompts but control.batch_groups is {self.control.batch_groups}: "
                 "lower schedule.minibatch_prompts"
             )
-        if largest * gen.group_size > control.max_concurrent_samples:
+
+    def _check_queue(self) -> None:
+        control, credits = self.control, self.work_in_progress
+        if self.mode == "fully_async" and credits != "auto" and credits < 1:
             raise ValueError(
-                f"a minibatch of {largest} prompts x generation.group_size {gen.group_size} does not fit "
-                f"control.max_concurrent_samples {control.max_concurrent_samples}: raise it or lower the minibatch"
-            )
-        if self.mode == "fully_async" and control.work_in_progress != "auto" and control.work_in_progress < 1:
-            raise ValueError(
-                f"control.work_in_progress ({control.work_in_progress}) is less than one batch, so no batch could ever "
-                "fill: set it to 1 or more"
+                f"control.work_in_progress ({credits}) is less than one batch, so no batch could ever fill: set it to "
+                "1 or more"
             )
         within_bound = (int(self.staleness_bound) + 1) * control.sync_every
-        credits = self.work_in_progress
         if control.require_batches > min(within_bound, control.queue.high, math.inf if credits == "auto" else credits):
             raise ValueError(
                 f"control.require_batches ({control.require_batches}) could never be queued: it must not exceed "
@@ -107,22 +135,19 @@ class RunConfig(Config):
                 f"control.queue.high ({control.queue.high:g}) is less than one batch, so no batch could ever fill: set "
                 "it to 1 or more"
             )
-        if control.over_sampling > 1 and (self.mode == "fully_async" or not control.dynamic_sampling):
+
+    def _check_mode(self) -> None:
+        control, barrier = self.control, self.mode != "fully_async"
+        if control.over_sampling > 1 and not (barrier and control.dynamic_sampling):
             raise ValueError(
                 "control.over_sampling above 1 is for batches that are refilled behind a barrier: set "
                 "control.dynamic_sampling=true and mode sync or one_step_off, or control.over_sampling=1"
             )
-        if self.mode != "fully_async" and self.training.streaming:
+        if barrier and self.training.streaming is True:
             raise ValueError(
                 f"training.streaming takes groups as they come, but mode {self.mode} trains whole batches: set "
                 "mode=fully_async or training.streaming=false"
             )
-        if self.training.micro_batch_tokens < self.model.max_model_len:
-            raise ValueError(
-                f"training.micro_batch_tokens ({self.training.micro_batch_tokens}) cannot hold one sequence of "
-                f"model.max_model_len ({self.model.max_model_len}): raise it"
-            )
-        return self
 
     def _check_ports(self) -> None:
         base, engines, control = self.generation.base_port, self.generation.engines, self.control.port

@@ -99,24 +99,78 @@ class RewardConfig(Config):
     """Responses cut off at `generation.max_new_tokens`: reward 0, or scored like any other."""
 
 
+class AssumedLengthsConfig(Config):
+    """A log-normal model of response lengths, for planning without an engine: the length of a response is
+    exp(N(ln median, prompt_sd) + N(0, within_sd)) tokens, the first term drawn once for each prompt."""
+
+    median: Annotated[float, Field(ge=1)] = 1500.0
+    """Median length in tokens."""
+    prompt_sd: Annotated[float, Field(ge=0)] = 0.8
+    """Standard deviation of the logarithm between prompts."""
+    within_sd: Annotated[float, Field(ge=0)] = 0.35
+    """And between the responses to one prompt."""
+    prompt_tokens: Positive = 200
+    """Tokens of every prompt."""
+    rank_correlation: Annotated[float, Field(ge=-1, le=1)] = 0.8
+    """Of the predictor: Spearman's, between predicted and expected length of a prompt."""
+
+
 class LengthsConfig(Config):
     """Profiling and prediction of response lengths."""
 
-    profile_prompts: Positive = 256
-    """Training prompts that the start model answers to learn how long answers are (at most half of them)."""
+    predictor: Literal["features", "hidden_state", "length_lm", "history"] = "features"
+    """`features`: gradient boosting on cheap features of the prompt. `hidden_state`: ridge regression on the start
+    model's last hidden state of the prompt. `length_lm`: a causal LM with a regression head, fine-tuned.
+    `history`: the mean of the prompt's own lengths in an earlier run, `fallback` for the others."""
+    fallback: Literal["features", "hidden_state", "length_lm"] = "features"
+    """Predictor of the prompts that `history` does not know."""
+    history: str | None = None
+    """`history`: a `ledger.parquet` or `profile.parquet` of an earlier run."""
+    model: str | None = None
+    """`length_lm`: a directory or hub name of a small model of the same family; null: the start model itself."""
+    profile_prompts: Positive | None = 512
+    """Training prompts that the start model answers to learn how long answers are (at most half of them), spread over
+    prompt lengths. null: as many as `target_error` needs."""
+    target_error: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Half width of the 95% confidence interval of the mean length, relative to it (without `profile_prompts`)."""
     samples: Positive = 4
     """Responses for each profiled prompt."""
     test_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """Share of the profiled prompts kept out of the fit, on which the rank correlation is measured."""
+    """Share of the profiled prompts kept out of the fit, on which predictions are judged and quantiles calibrated."""
+    quantile: Annotated[float, Field(gt=0.5, lt=1)] = 0.9
+    """The upper quantile that every prediction gives beside mean and median."""
+    online: bool = True
+    """Correct predictions during training: by the lengths seen so far, and within a group by its finished members."""
+    assumed: AssumedLengthsConfig | None = None
+    """For planning only: assume this distribution instead of asking the model. `forebay run` refuses it."""
 
 
 class ScheduleConfig(Config):
-    """Order of the prompts: minibatches of like length, in balanced batch groups."""
+    """Order of the prompts."""
 
+    policy: Literal["auto", "fifo", "asp", "balanced", "longest_first"] = "auto"
+    """`fifo`: random order. `asp`: minibatches of like length in balanced batch groups, as published. `balanced`:
+    minibatches that mix long and short prompts to equal load, reordered within `window` prompts. `longest_first`:
+    every batch starts with its longest prompts. `auto`: `longest_first` where the mode has a barrier (`sync`,
+    `one_step_off`), `balanced` in `fully_async`."""
+    objective: Literal["utilisation", "padded_area"] = "utilisation"
+    """`asp`: what the partition into minibatches optimises: the mean share of real tokens in padded minibatches, or
+    the padded area."""
+    grouping: Literal["lpt", "karmarkar_karp", "snake"] = "lpt"
+    """How loads are balanced over batch groups: longest processing time first with a cap, layered Karmarkar-Karp
+    differencing, or to and fro over the sorted minibatches."""
+    load: Literal["tokens", "kv_area"] = "tokens"
+    """What a prompt weighs: predicted response tokens, or the area of its KV cache over time,
+    prompt x length + length^2 / 2."""
+    minibatch_barrier: bool = False
+    """An engine gets its next minibatch when the last response of the one before is done (how `asp` was published
+    for engines without continuous batching)."""
+    window: Positive = 512
+    """`balanced`: prompts are reordered within blocks of so many."""
     minibatch_prompts: Positive = 4
     """Base number of prompts in a minibatch."""
     minibatch_slack: Natural = 1
-    """A minibatch may have so many prompts more or less."""
+    """A minibatch may have so many prompts more or less (`asp`)."""
     period_minibatches: Positive = 4
     """Minibatches in a batch group (one scheduling period); every period carries about the same load."""
 
@@ -174,13 +228,17 @@ class ControlConfig(Config):
     """Optimizer steps between two snapshots."""
     max_staleness: Annotated[float, Field(ge=0)] = 4
     """Most versions between the oldest token of a group and the version that trains it (`fully_async`)."""
-    work_in_progress: Annotated[float, Field(gt=0)] | Literal["auto"] = 2.0
+    work_in_progress: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Groups generated, queued or in training at a time, in batches (`fully_async`); sets the mean staleness. `auto`
     starts near the analytic value, rises while the trainer starves and the credits bind, falls while stock is high."""
     queue: QueueConfig = QueueConfig()
     """Watermarks of the Training Queue."""
-    max_concurrent_samples: Positive = 512
-    """Most responses in flight on one engine, those that wait inside it included."""
+    first_wave_s: Annotated[float, Field(ge=0)] = 0.0
+    """Let the first groups out over so many seconds instead of all at once. Groups that start together and have equal
+    lengths end together, again and again: steps then alternate between fast and slow ones."""
+    max_concurrent_samples: Positive | None = None
+    """A group starts on an engine while fewer responses than this are in flight there; null: generation.max_num_seqs.
+    At most group_size - 1 responses wait inside the engine."""
     max_predicted_tokens: Annotated[int, Field(gt=0)] | None = None
     """Most predicted response tokens in flight on one engine; null: no limit but `max_concurrent_samples`."""
     refresh: RefreshMode = "retract"
@@ -237,9 +295,9 @@ class TrainingConfig(Config):
     """Group advantage: (r - mean) / std (GRPO), or r - mean (Dr. GRPO)."""
     micro_batch_tokens: Positive = 4096
     """Tokens in one packed forward and backward pass of one rank."""
-    streaming: bool = False
-    """True: gradients accumulate group by group as they come, and the step follows the batch's last group. False: the
-    trainer waits for whole batches."""
+    streaming: bool | Literal["auto"] = "auto"
+    """true: gradients accumulate group by group as they come, and the step follows the batch's last group. false: the
+    trainer waits for whole batches. `auto`: true in `fully_async`; less work in progress keeps such a trainer fed."""
     checkpoint_every: Positive = 10
     """Steps between two checkpoints, from which a trainer that died goes on."""
     max_restarts: Natural = 2

@@ -13,24 +13,24 @@ Invariants:
 """
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from forebay.control.groups import Batch, Dispatch, Engine, Group, Stage, worth_keeping
+from forebay.control.engines import Engine, EnginePool
+from forebay.control.groups import Batch, Dispatch, Group, Stage, worth_keeping
 from forebay.control.ledger import Entry, Ledger
+from forebay.control.open_groups import OpenGroups
 from forebay.control.queue import Forming, TrainingQueue
 from forebay.control.rules import Credits, Rules
 from forebay.control.source import Intake, Minibatch
-from forebay.control.types import Fate, Prompt, Sample
+from forebay.control.types import Fate, Sample
 from forebay.errors import RunError
+from forebay.lengths.online import LengthCorrection
 
 __all__ = ["Batch", "Controller", "Dispatch", "Engine", "Group", "Rules", "Stage"]
 
 DEADLINES_ALLOWED = 3
 """Times that one group may take longer than its deadline before it fails."""
-
-FRUITLESS = 64
-"""Groups in a row that fail, after which a run ends; or four batches of them."""
 
 
 class Controller:
@@ -40,22 +40,16 @@ class Controller:
         self, rules: Rules, source: Iterator[Minibatch], sink: Callable[[Entry], None], streaming: bool = False
     ) -> None:
         self.rules = rules
-        self.ledger = Ledger(sink)
+        self.open = OpenGroups(rules, sink)
         self.credits = Credits(rules, streaming)
-        self.engines: dict[int, Engine] = {}
-        self.groups: dict[int, Group] = {}
         self.steps_trained = 0
         self.published = 0
         self.tokens_discarded = 0
         """Response tokens generated for groups that were then made afresh or dropped."""
         self._intake = Intake(source)
+        self._pool = EnginePool(rules, LengthCorrection(rules.max_new_tokens) if rules.correct_lengths else None)
         self._retries: deque[int] = deque()
         self._queue = TrainingQueue(rules.batch_groups)
-        self._stages: Counter[Stage] = Counter()
-        self._late: Counter[int] = Counter()
-        self._refills = self._fruitless = 0
-        self._refreshing = 0
-        self._behind = False  # some engine may serve an older version than the published one
 
     # ---- what is known
 
@@ -68,6 +62,19 @@ class Controller:
     def frontier(self) -> int:
         """Slots that have been trained."""
         return self.steps_trained * self.rules.batch_groups
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.open.ledger
+
+    @property
+    def groups(self) -> dict[int, Group]:
+        """Admitted and without a fate, by id."""
+        return self.open.by_id
+
+    @property
+    def engines(self) -> dict[int, Engine]:
+        return self._pool.engines
 
     @property
     def outstanding(self) -> int:
@@ -85,25 +92,20 @@ class Controller:
         return forming.step if forming and forming.complete else None
 
     def count(self, stage: Stage) -> int:
-        return self._stages[stage]
+        return self.open.count(stage)
 
     # ---- decisions
 
     def next_dispatch(self) -> Dispatch | None:
-        """Prompts for the engine with the least predicted load, or None if no rule lets one start."""
+        """Prompts for the engine with the least left to do, or None if no rule lets one start."""
         room = self._room()
         if room < 1 and not self._retries:
             return None
-        for _, key in sorted(self._free_engines()):
+        for key in self._pool.free():
             groups = self._redispatch(key) or (self._admit(key, room) if room >= 1 else ())
             if groups:
                 return Dispatch(key, groups)
         return None
-
-    def _free_engines(self) -> list[tuple[float, int]]:
-        """(load, key) of the engines that have room for a group."""
-        full = self.rules.max_concurrent_samples // self.rules.group_size
-        return [(e.load, key) for key, e in self.engines.items() if len(e.groups) < full and not e.refreshing]
 
     def next_batch(self, step: int) -> Batch | None:
         """The whole batch of `step`, or None while too few groups are ready. Asked again, it gives the same."""
@@ -112,7 +114,7 @@ class Controller:
             return done
         forming = self._form(step)
         if not forming.complete and len(self._queue) + len(forming.taken) >= self._required(step):
-            self._fill(forming)
+            self._fill(forming, self._late_ones(forming))
         return forming.batch() if forming.complete else None
 
     def next_groups(self, step: int, received: int) -> tuple[Batch, bool] | None:
@@ -130,117 +132,113 @@ class Controller:
         return Batch(step, forming.version, fresh, ()), forming.complete
 
     def next_refresh(self) -> int | None:
-        """The engine to refresh next; one at a time, so that never all of them stop, unless the rules say all."""
-        if not self._behind or (self._refreshing and not self.rules.refresh_all):
-            return None
-        behind = [
-            (engine.version, key)
-            for key, engine in self.engines.items()
-            if engine.version < self.published and not engine.refreshing
-        ]
-        if not behind:
-            self._behind = False
-            return None
-        return min(behind)[1]
+        """The engine to refresh next, if any."""
+        return self._pool.next_refresh()
 
     # ---- events: engines
 
+    def launched(self, share: float) -> None:
+        """The first wave of groups is let out up to this share (0..1) of the credits."""
+        self.credits.launched(share)
+
     def engine_joined(self, engine: int, version: int) -> None:
         """An engine is up and serves `version`."""
-        self.engines[engine] = Engine(version)
-        self._behind = True
+        self._pool.joined(engine, version)
+        self.credits.engines(len(self.engines))
 
     def engine_lost(self, engine: int) -> None:
         """An engine is gone and gets no more work. What it was generating is requeued call by call, by
         `generation_failed` with what is known of each one's tokens."""
-        self._refreshing -= self.engines.pop(engine).refreshing
+        self._pool.lost(engine)
 
     def refresh_started(self, engine: int) -> None:
-        self.engines[engine].refreshing = True
-        self._refreshing += 1
+        self._pool.refresh_started(engine)
 
     def refresh_done(self, engine: int, version: int) -> None:
         """The engine has proved that it serves `version`."""
-        self.engines[engine].refreshing = False
-        self.engines[engine].version = version
-        self._refreshing -= 1
-        self._behind = True
+        self._pool.refresh_done(engine, version)
 
     def refresh_failed(self, engine: int) -> None:
         """It serves its old version still, and may try again, perhaps with a newer one."""
-        self.engines[engine].refreshing = False
-        self._refreshing -= 1
+        self._pool.refresh_failed(engine)
 
     # ---- events: groups
+
+    def sample_finished(self, group_id: int, attempt: int, tokens: int) -> None:
+        """A response of a group has ended before the last one; ignored for an attempt that no longer counts."""
+        group = self.open.generating(group_id, attempt)
+        if group is not None:
+            self._pool.sample_finished(group, tokens)
 
     def generated(self, group_id: int, attempt: int, samples: tuple[Sample, ...]) -> bool:
         """All responses of a group are there; they wait for their rewards. False for a late answer: the group is being
         made by another attempt, which is the one that counts."""
-        group = self._generating(group_id, attempt)
+        group = self.open.generating(group_id, attempt)
         if group is None:
             return False
-        self._release(group)
+        self._pool.release(group)
         group.samples = samples
-        self._move(group, Stage.SCORING)
+        self._pool.observed(group)
+        self.open.move(group, Stage.SCORING)
         return True
 
     def generation_failed(self, group_id: int, attempt: int, partials: Sequence[Sample] = ()) -> bool:
         """The engine or the way to it broke, or it was told to stop: the group is generated further from its partial
         responses if their versions still allow, else afresh; at the front. False for an attempt that no longer
         counts."""
-        group = self._generating(group_id, attempt)
+        group = self.open.generating(group_id, attempt)
         if group is None:
             return False
-        self._release(group)
+        self._pool.release(group)
         self._requeue(group, tuple(partials) if worth_keeping(partials) else group.samples)
         return True
 
     def aborted(self, group_id: int, attempt: int, partials: Sequence[Sample]) -> None:
         """A refresh (`abort`) ended its responses: they are thrown away, the group is made afresh, at the front."""
-        group = self._generating(group_id, attempt)
+        group = self.open.generating(group_id, attempt)
         if group is not None:
-            self._release(group)
+            self._pool.release(group)
             group.samples = tuple(partials)
             self._requeue(group, ())
 
     def deadline_passed(self, group_id: int, attempt: int, limit_s: float) -> None:
         """The group took too long: it is made afresh, and fails after `DEADLINES_ALLOWED` times."""
-        group = self._generating(group_id, attempt)
+        group = self.open.generating(group_id, attempt)
         if group is None:
             return
-        self._late[group_id] += 1
-        self._release(group)
-        if self._late[group_id] < DEADLINES_ALLOWED:
+        group.late += 1
+        self._pool.release(group)
+        if group.late < DEADLINES_ALLOWED:
             self._requeue(group, ())
         else:
-            self._leave(
+            self.open.leave(
                 group, Fate.FAILED, f"{DEADLINES_ALLOWED} times longer than control.group_deadline_s {limit_s:g}"
             )
 
     def refused(self, group_id: int, attempt: int, reason: str) -> None:
         """No engine takes this prompt: the group fails, for its data's sake."""
-        group = self._generating(group_id, attempt)
+        group = self.open.generating(group_id, attempt)
         if group is not None:
-            self._release(group)
-            self._leave(group, Fate.FAILED, reason)
-            self._count_fruitless(reason)
+            self._pool.release(group)
+            self.open.leave(group, Fate.FAILED, reason)
+            self.open.count_fruitless(reason)
 
     def scored(self, group_id: int, rewards: tuple[float, ...]) -> None:
         """The group enters the Training Queue, or is filtered. Raises `RunError` if too many are filtered."""
-        group = self._at(group_id, Stage.SCORING)
+        group = self.open.at(group_id, Stage.SCORING)
         group.rewards = rewards
         if self.rules.dynamic_sampling and not group.teaches:
-            self._leave(group, Fate.FILTERED, "all rewards are equal")
-            self._count_refill()
+            self.open.leave(group, Fate.FILTERED, "all rewards are equal")
+            self.open.count_refill()
             return
-        self._fruitless = 0
-        self._move(group, Stage.QUEUED)
+        self.open.count_fruit()
+        self.open.move(group, Stage.QUEUED)
         self._queue.push(group)
 
     def scoring_failed(self, group_id: int, reason: str) -> None:
         """The group's responses cannot be scored: it fails, for its data's sake."""
-        self._leave(self._at(group_id, Stage.SCORING), Fate.FAILED, reason)
-        self._count_fruitless(reason)
+        self.open.leave(self.open.at(group_id, Stage.SCORING), Fate.FAILED, reason)
+        self.open.count_fruitless(reason)
 
     # ---- events: trainer
 
@@ -254,13 +252,13 @@ class Controller:
             raise RunError(f"control: the trainer reports step {step}, but does not hold its whole batch")
         batch = forming.batch()
         for group in batch.groups:
-            self._leave(group, Fate.TRAINED, "")
+            self.open.leave(group, Fate.TRAINED, "")
         for group in batch.skipped:
             group.trained_version = None
-            self._leave(group, Fate.FILTERED, "all rewards are equal")
+            self.open.leave(group, Fate.FILTERED, "all rewards are equal")
         self._queue.trained(batch)
         self.steps_trained = step
-        self._refills = 0
+        self.open.count_step()
         self.credits.step(waited_share, self.count(Stage.QUEUED))
         self.ledger.check(len(self.groups))
         return batch
@@ -276,7 +274,7 @@ class Controller:
         if version != self.published + 1:
             raise RunError(f"control: version {version} was published after {self.published}")
         self.published = version
-        self._behind = True
+        self._pool.published(version)
         return True
 
     # ---- admission
@@ -288,47 +286,43 @@ class Controller:
             return 0
         surplus = (rules.over_sampling - 1) * rules.batch_groups
         total, credits = rules.total_slots + surplus - slot, self.credits.groups - self.outstanding
-        if credits < 1 <= total:
+        if credits < 1 <= total and self._pool.free():
             self.credits.refused()
         return math.floor(min(total, credits))
 
     def _admit(self, key: int, room: int) -> tuple[Group, ...]:
         """New groups from the next minibatch, as many as every rule allows; a minibatch may start in parts."""
-        engine, slot = self.engines[key], self.frontier + self.outstanding
-        room = min(room, math.floor(self.rules.slots_allowed(engine.version) - slot), self._sample_room(engine))
-        chosen: list[Group] = []
+        slot, version = self.frontier + self.outstanding, self.engines[key].version
+        room = math.floor(min(room, self.rules.slots_allowed(version) - slot, self._pool.room(key)))
         hurry = self.count(Stage.QUEUED) < self.rules.queue_low * self.rules.batch_groups
-        while len(chosen) < room:
-            prompt = self._intake.peek(hurry)
-            if engine.groups and engine.load + self._predicted(prompt) > self.rules.max_predicted_tokens:
-                break
-            group = Group(self.ledger.admitted, self._intake.take(), self.rules.group_size, Stage.WAITING)
-            self.ledger.admit(group.group_id)
-            self.groups[group.group_id] = group
-            self._stages[Stage.WAITING] += 1
+        if room < 1 or self._waits_for_whole(room, hurry):
+            return ()
+        chosen: list[Group] = []
+        while len(chosen) < room and self._pool.fits(key, self._intake.peek(hurry).predicted_length):
+            group = self.open.admit(self._intake.take())
             self._start(group, key)
             chosen.append(group)
             if not self._intake.left_in_minibatch:
                 break
         return tuple(chosen)
 
+    def _waits_for_whole(self, room: int, hurry: bool) -> bool:
+        """Behind a minibatch barrier a part of a minibatch would keep an engine from the whole of it; so it waits
+        for room as long as anything is generated, whose end brings some."""
+        if not self.rules.minibatch_barrier or not self.count(Stage.GENERATING):
+            return False
+        self._intake.peek(hurry)
+        return room < self._intake.left_in_minibatch
+
     def _redispatch(self, key: int) -> tuple[Group, ...]:
         """The first group that waits to be made again or further; its slot is counted already."""
-        engine, last_slot = self.engines[key], self.frontier + self.outstanding - 1
-        if not self._retries or self._sample_room(engine) < 1:
-            return ()
-        if last_slot >= self.rules.slots_allowed(engine.version):
+        last_slot = self.frontier + self.outstanding - 1
+        if not self._retries or last_slot >= self.rules.slots_allowed(self.engines[key].version):
             return ()
         group = self.groups[self._retries.popleft()]
         self._keep(group, group.samples)
         self._start(group, key)
         return (group,)
-
-    def _sample_room(self, engine: Engine) -> int:
-        return self.rules.max_concurrent_samples // self.rules.group_size - len(engine.groups)
-
-    def _predicted(self, prompt: Prompt) -> float:
-        return prompt.predicted_length * self.rules.group_size
 
     # ---- the batch
 
@@ -343,7 +337,7 @@ class Controller:
                 continue
             age = forming.version - group.oldest_version
             self.tokens_discarded += group.tokens
-            self._leave(group, Fate.STALE, f"{age} versions old, the bound is {self.rules.staleness_bound}")
+            self.open.leave(group, Fate.STALE, f"{age} versions old, the bound is {self.rules.staleness_bound}")
         return forming
 
     def _required(self, step: int) -> int:
@@ -355,51 +349,32 @@ class Controller:
         allowed = int(rules.slots_allowed(self.published)) // rules.batch_groups - (step - 1)
         return max(1, min(rules.require_batches, rules.steps - step + 1, allowed)) * rules.batch_groups
 
-    def _fill(self, forming: Forming) -> None:
-        for group in self._queue.fill(forming):
-            self._move(group, Stage.TRAINING)
+    def _fill(self, forming: Forming, keep: int = 0) -> None:
+        for group in self._queue.fill(forming, keep):
+            self.open.move(group, Stage.TRAINING)
 
-    def _count_refill(self) -> None:
-        self._refills += 1
-        if self._refills > self.rules.max_refills * self.rules.batch_groups:
-            raise RunError(
-                f"control: {self._refills} groups without reward spread for one batch of {self.rules.batch_groups} "
-                "(control.max_refills): the prompts are too easy or too hard for this model; change the data or set "
-                "control.dynamic_sampling=false"
-            )
-
-    def _count_fruitless(self, reason: str) -> None:
-        """Raises `RunError` when so many groups in a row have failed that the next ones will too."""
-        self._fruitless += 1
-        if self._fruitless >= max(4 * self.rules.batch_groups, FRUITLESS):
-            raise RunError(
-                f"control: {self._fruitless} groups in a row could not be trained, the last because: {reason}; look at "
-                "the data, the reward and the model"
-            )
+    def _late_ones(self, forming: Forming) -> int:
+        """Places to keep for groups that are not ready and that no later step of this version can take."""
+        rules = self.rules
+        if not rules.wait_for_oldest:
+            return 0
+        last = forming.version - rules.staleness_bound
+        late = sum(group.making and group.born <= last for group in self.groups.values())
+        later = (rules.sync_every - 1 - (forming.step - 1) % rules.sync_every) * rules.batch_groups
+        return max(0, late - later)
 
     # ---- moving groups
 
     def _start(self, group: Group, key: int) -> None:
-        engine = self.engines[key]
-        group.engine = key
         group.attempts += 1
-        group.engines += (key,)
-        engine.groups.add(group.group_id)
-        engine.load += self._predicted(group.prompt)
-        self._move(group, Stage.GENERATING)
-
-    def _release(self, group: Group) -> None:
-        engine = self.engines.get(group.engine) if group.engine is not None else None
-        if engine is not None and group.group_id in engine.groups:
-            engine.groups.remove(group.group_id)
-            engine.load = engine.load - self._predicted(group.prompt) if engine.groups else 0.0
-        group.engine = None
+        self._pool.start(group, key)
+        self.open.move(group, Stage.GENERATING)
 
     def _requeue(self, group: Group, kept: tuple[Sample, ...]) -> None:
         """To the front, to be made further from the tokens that are kept, or afresh."""
         self._keep(group, kept)
         group.rewards = ()
-        self._move(group, Stage.WAITING)
+        self.open.move(group, Stage.WAITING)
         self._retries.append(group.group_id)
 
     def _keep(self, group: Group, kept: tuple[Sample, ...]) -> None:
@@ -414,39 +389,3 @@ class Controller:
         where no staleness is allowed); whether it does is checked at dequeue, as for every group."""
         oldest = min(sample.oldest_version for sample in partials if sample.ids)
         return self.trainer_version - oldest <= max(self.rules.staleness_bound - 1, 0)
-
-    def _leave(self, group: Group, fate: Fate, reason: str) -> None:
-        del self.groups[group.group_id]
-        self._stages[group.stage] -= 1
-        self._late.pop(group.group_id, None)
-        self.ledger.settle(
-            Entry(
-                group_id=group.group_id,
-                prompt=group.prompt,
-                fate=fate,
-                reason=reason,
-                samples=group.samples,
-                rewards=group.rewards,
-                trained_version=group.trained_version,
-                attempts=group.attempts,
-                engines=group.engines,
-            )
-        )
-
-    def _move(self, group: Group, stage: Stage) -> None:
-        self._stages[group.stage] -= 1
-        self._stages[stage] += 1
-        group.stage = stage
-
-    def _generating(self, group_id: int, attempt: int) -> Group | None:
-        """The group if this attempt at generating it still counts."""
-        group = self.groups.get(group_id)
-        if group is None or group.stage is not Stage.GENERATING or group.attempts != attempt:
-            return None
-        return group
-
-    def _at(self, group_id: int, stage: Stage) -> Group:
-        group = self.groups[group_id]
-        if group.stage is not stage:
-            raise RunError(f"control: group {group_id} is {group.stage.name.lower()}, expected {stage.name.lower()}")
-        return group

@@ -31,11 +31,29 @@ class Group:
     stage: Stage
     engine: int | None = None
     attempts: int = 0
+    late: int = 0
+    """Times that it took longer than its deadline."""
     engines: tuple[int, ...] = ()
     samples: tuple[Sample, ...] = ()
     """Finished responses, or before that the tokens kept from an attempt that broke off; empty: nothing yet."""
     rewards: tuple[float, ...] = ()
     trained_version: int | None = None
+    expected: float | None = None
+    """Mean response length as corrected when it was first started, in tokens."""
+    born: int = 0
+    """No token of it is older than this version, while it is being made."""
+    finished: list[int] = field(default_factory=list)
+    """In flight: tokens of the responses that are done."""
+    running: int = 0
+    """In flight: responses that are not done."""
+    reached: int = 0
+    """In flight: tokens that each of those has at least (on average, where it goes on from prefixes)."""
+    fresh: bool = True
+    """In flight: all its responses began together, from nothing."""
+    load: float = 0.0
+    """In flight: response tokens that are still expected."""
+    footprint: float = 0.0
+    """In flight: response tokens that are expected in all."""
 
     @property
     def prefixes(self) -> tuple[Sample, ...]:
@@ -52,20 +70,15 @@ class Group:
         return sum(len(sample.ids) for sample in self.samples)
 
     @property
+    def making(self) -> bool:
+        """Whether it has tokens, or is getting some, and is not ready for the queue."""
+        in_flight = self.stage in (Stage.GENERATING, Stage.SCORING)
+        return in_flight or (self.stage is Stage.WAITING and bool(self.samples))
+
+    @property
     def teaches(self) -> bool:
         """Whether its rewards differ, so that it has an advantage."""
         return max(self.rewards) - min(self.rewards) > REWARD_SPREAD
-
-
-@dataclass(slots=True)
-class Engine:
-    """What the controller knows of one Generation Unit."""
-
-    version: int
-    refreshing: bool = False
-    groups: set[int] = field(default_factory=set)
-    load: float = 0.0
-    """Predicted tokens of the groups in flight here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class Entry:
     """Times it was generated; more than one after an engine failure or a retry for staleness."""
     engines: tuple[int, ...]
     """Engines that worked on it, in turn."""
+    expected: float | None = None
+    """Mean response length in tokens as predicted when it was first started, by what the run had shown until then."""
 
     @property
     def oldest_version(self) -> int | None:

@@ -60,9 +60,10 @@ class TrainingQueue:
             self.forming = Forming(step, version, self._batch_groups)
         return self.forming
 
-    def fill(self, forming: Forming) -> Iterator[Group]:
-        """Move groups into the batch, oldest first, until it is complete or the queue empty; yields them."""
-        while self._heap and not forming.complete:
+    def fill(self, forming: Forming, keep: int = 0) -> Iterator[Group]:
+        """Move groups into the batch, oldest first, until all but `keep` places are taken or the queue is empty;
+        yields them."""
+        while self._heap and len(forming.taken) < forming.slots - keep:
             group = heapq.heappop(self._heap)[2]
             group.trained_version = forming.version
             forming.taken.append(group)

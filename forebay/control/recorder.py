@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from forebay.control.controller import Batch, Controller, Group, Stage
 from forebay.control.ledger import Entry
-from forebay.control.types import Fate, RefreshRecord
+from forebay.control.types import EngineLoad, Fate, RefreshRecord
 from forebay.control.wire import StepReport
 
 ROWS = 512
@@ -36,10 +36,12 @@ LEDGER = pa.schema(
         ("attempts", pa.int32()),
         ("admitted_t", pa.float64()),
         ("finished_t", pa.float64()),
+        ("scored_t", pa.float64()),
         ("settled_t", pa.float64()),
         ("tokens", pa.int64()),
         ("lengths", pa.list_(pa.int32())),
         ("predicted_length", pa.float64()),
+        ("corrected_length", pa.float64()),
         ("rewards", pa.list_(pa.float64())),
         ("reward_mean", pa.float64()),
         ("oldest_version", pa.int64()),
@@ -49,7 +51,9 @@ LEDGER = pa.schema(
         ("staleness", pa.int64()),
     ]
 )
-"""Times in seconds since the training began; versions are policy versions, `mean_version` weighted by tokens."""
+"""Times in seconds since the training began; lengths in tokens, the mean over responses as predicted before the run
+(`predicted_length`) and when the group was started (`corrected_length`); versions are policy versions, `mean_version`
+weighted by tokens."""
 
 
 class Recorder:
@@ -64,6 +68,7 @@ class Recorder:
         self._rows: list[dict[str, Any]] = []
         self._admitted: dict[int, float] = {}
         self._finished: dict[int, float] = {}
+        self._scored: dict[int, float] = {}
         self.steps: list[dict[str, Any]] = []
         self.staleness: Counter[int] = Counter()
         """Trained groups by staleness in versions: of their oldest token."""
@@ -91,6 +96,9 @@ class Recorder:
         self.tokens += group.tokens
         self._finished[group.group_id] = self.elapsed
 
+    def scored(self, group: Group) -> None:
+        self._scored[group.group_id] = self.elapsed
+
     def settled(self, entry: Entry) -> None:
         """The ledger's sink: one row."""
         samples = [sample for sample in entry.samples if sample.ids]
@@ -112,10 +120,12 @@ class Recorder:
                 "attempts": entry.attempts,
                 "admitted_t": self._admitted.pop(entry.group_id, None),
                 "finished_t": self._finished.pop(entry.group_id, None),
+                "scored_t": self._scored.pop(entry.group_id, None),
                 "settled_t": self.elapsed,
                 "tokens": tokens,
                 "lengths": [len(sample.ids) for sample in entry.samples],
                 "predicted_length": entry.prompt.predicted_length,
+                "corrected_length": entry.expected,
                 "rewards": entry.rewards,
                 "reward_mean": statistics.fmean(entry.rewards) if entry.rewards else None,
                 "oldest_version": entry.oldest_version,
@@ -144,6 +154,8 @@ class Recorder:
             "publish_s": report.publish_s,
             "reward_mean": statistics.fmean(reward for group in groups for reward in group.rewards),
             "response_length_mean": statistics.fmean(len(sample.ids) for group in groups for sample in group.samples),
+            "length_error": _length_error(groups, lambda group: group.prompt.predicted_length),
+            "length_error_corrected": _length_error(groups, lambda group: group.expected),
             "staleness_mean": statistics.fmean(ages) if ages else None,
             "staleness_max": max(ages, default=None),
             "queue_groups": controller.count(Stage.QUEUED),
@@ -157,14 +169,17 @@ class Recorder:
         self._write("step", record, flush=True)
         self._on_step(record)
 
-    def queue(self, controller: Controller) -> None:
-        counts = {"queued": controller.count(Stage.QUEUED), "in_flight": controller.count(Stage.GENERATING)}
-        self._write("queue", counts | {"version": controller.published})
+    def queue(self, controller: Controller, loads: Sequence[EngineLoad]) -> None:
+        """Lists are over engines, in order; see `EngineLoad` for their fields."""
+        record = {"queued": controller.count(Stage.QUEUED), "in_flight": controller.count(Stage.GENERATING)}
+        series = {name: [load[place] for load in loads] for place, name in enumerate(EngineLoad._fields)}
+        self._write("queue", record | {"version": controller.published} | series)
 
-    def refreshed(self, engine: int, record: RefreshRecord) -> None:
+    def refreshed(self, engine: int, record: RefreshRecord, seconds: float) -> None:
+        """`seconds`: from when the engine was told to when it served the new version."""
         self.pauses.append(record.pause_s)
         self.tokens_recomputed += record.tokens_recomputed
-        values = {"engine": engine, "version": record.version, "pause_s": record.pause_s}
+        values = {"engine": engine, "version": record.version, "seconds": seconds, "pause_s": record.pause_s}
         values |= {"tokens_recomputed": record.tokens_recomputed, "tokens_discarded": record.tokens_discarded}
         self._write("refresh", values)
 
@@ -181,6 +196,14 @@ class Recorder:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         if flush:
             self._file.flush()
+
+
+def _length_error(groups: Sequence[Group], predicted: Callable[[Group], float | None]) -> float:
+    """Mean absolute error of the predicted mean lengths, in tokens."""
+    return statistics.fmean(
+        abs((predicted(group) or 0.0) - statistics.fmean(len(sample.ids) for sample in group.samples))
+        for group in groups
+    )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from forebay.config import RunConfig
 from forebay.control.types import RefreshMode
 
 STARVED_SHARE = 0.05
@@ -11,6 +12,8 @@ STARVED_SHARE = 0.05
 RAISE, LOWER = 0.15, 0.03
 """Batches by which automatic credits change in a step: up fast, since starving costs throughput now, down slowly,
 since stock costs only age (measured in the scheduling study that the project builds on)."""
+LONGEST_OVER_MEAN = 1.5
+"""Expected longest length of a group over the mean length, for groups of about eight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Rules:
     work_in_progress: float | None
     """Most outstanding groups, in batches; None: automatic."""
     max_concurrent_samples: int
-    """Per engine."""
+    """Per engine: a group starts while fewer responses than this are in flight there."""
     queue_high: float = math.inf
     """In batches; with more than this queued nothing new starts."""
     queue_low: float = 0.0
@@ -48,6 +51,15 @@ class Rules:
     refresh: RefreshMode = "retract"
     refresh_all: bool = False
     """All engines refresh at the same time, not one after another."""
+    wait_for_oldest: bool = False
+    """Keep places in a whole batch for groups that are not ready and would be too old for the next version, rather
+    than let others overtake them and drop them."""
+    minibatch_barrier: bool = False
+    """An engine gets a minibatch when it has no other group."""
+    max_new_tokens: float = math.inf
+    """Response budget in tokens: no prediction is above it."""
+    correct_lengths: bool = True
+    """Predicted lengths follow what the run shows (`forebay.lengths.online`)."""
 
     @property
     def slots_per_version(self) -> int:
@@ -69,33 +81,83 @@ class Rules:
         return (version + 1 + self.max_staleness) * self.slots_per_version + surplus
 
 
+def rules_of(config: RunConfig) -> Rules:
+    """The admission rule that a profile asks for."""
+    return Rules(
+        steps=config.training.steps,
+        batch_groups=config.control.batch_groups,
+        require_batches=config.control.require_batches,
+        group_size=config.generation.group_size,
+        sync_every=config.control.sync_every,
+        max_staleness=config.staleness_bound,
+        work_in_progress=None if config.work_in_progress == "auto" else config.work_in_progress,
+        max_concurrent_samples=config.concurrent_samples,
+        queue_high=config.control.queue.high,
+        queue_low=config.control.queue.low if config.mode == "fully_async" else 0.0,
+        max_predicted_tokens=config.control.max_predicted_tokens or math.inf,
+        over_sampling=config.control.over_sampling,
+        max_refills=config.control.max_refills,
+        stale=config.control.stale,
+        dynamic_sampling=config.control.dynamic_sampling,
+        refresh=config.control.refresh,
+        refresh_all=config.control.refresh_rollout == "all",
+        wait_for_oldest=config.mode == "one_step_off",
+        minibatch_barrier=config.schedule.minibatch_barrier,
+        max_new_tokens=config.generation.max_new_tokens,
+        correct_lengths=config.lengths.online,
+    )
+
+
 class Credits:
     """How many groups may be outstanding. Fixed, or following the trainer: mean staleness is about outstanding groups
-    over batch size, so credits go no higher than keeps the trainer fed."""
+    over batch size, so credits go no higher than keeps the trainer fed.
+
+    Automatic credits start near the analytic value (the scheduling study): with all slots of the engines at work there
+    are slots / group_size groups begun, about `LONGEST_OVER_MEAN` times as many open (a group is open until its longest
+    response ends), and with them a quarter of a batch in a trainer that takes groups as they come, or a whole one.
+    """
 
     def __init__(self, rules: Rules, streaming: bool = False) -> None:
         self._rules = rules
         self._automatic = rules.work_in_progress is None
-        self._most = (rules.max_staleness + 1) * rules.sync_every
-        # One batch in generation per batch of waiting, and one in training unless it is trained as it comes.
-        start = 1.5 + (0.25 if streaming else 1.0)
-        start = max(min(start, self._most), float(rules.require_batches))
-        self.batches = start if rules.work_in_progress is None else rules.work_in_progress
-        self._bound = False
+        self._most = max((rules.max_staleness + 1) * rules.sync_every, 1.0)
+        self._least = float(rules.require_batches)
+        self._trainer = 0.25 if streaming else 1.0
+        self._share = 1.0
+        self._bound = self._begun = False
+        self.batches = self._least if rules.work_in_progress is None else rules.work_in_progress
 
     @property
     def groups(self) -> float:
-        return self.batches * self._rules.batch_groups * self._rules.over_sampling
+        """Most outstanding groups now; at least one, whatever share is let out."""
+        rules = self._rules
+        whole = self.batches * rules.batch_groups * rules.over_sampling
+        return max(self._share * whole, min(whole, 1.0))
+
+    def launched(self, share: float) -> None:
+        """The first wave is let out up to this share (0..1) of the credits."""
+        self._share = min(max(share, 0.0), 1.0)
+
+    def engines(self, count: int) -> None:
+        """So many engines work; automatic credits start with what they can hold."""
+        if self._automatic and not self._begun:
+            rules = self._rules
+            capacity = count * rules.max_concurrent_samples / (rules.batch_groups * rules.group_size)
+            self.batches = self._within(LONGEST_OVER_MEAN * capacity + self._trainer)
 
     def refused(self) -> None:
-        """A group that every other rule allowed had no credit."""
+        """A group that every other rule allowed, on an engine with room, had no credit."""
         self._bound = True
 
     def step(self, waited_share: float, queued: int) -> None:
         """A step is over: the trainer waited for this share of it and leaves so many groups in the queue."""
+        self._begun = True
         if self._automatic:
             if waited_share > STARVED_SHARE and self._bound:
-                self.batches = min(self.batches + RAISE, max(self._most, 1.0))
+                self.batches = self._within(self.batches + RAISE)
             elif queued >= self._rules.batch_groups:
-                self.batches = max(self.batches - LOWER, float(self._rules.require_batches))
+                self.batches = self._within(self.batches - LOWER)
         self._bound = False
+
+    def _within(self, batches: float) -> float:
+        return max(min(batches, self._most), self._least)

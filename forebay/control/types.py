@@ -5,10 +5,10 @@ Invariants:
 - A policy version is a count of publications; version 0 is the start model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from forebay.errors import DataError, RunError
 
@@ -42,8 +42,8 @@ class VersionSpan:
 class Sample:
     """One response, or the tokens of it so far."""
 
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    ids: Sequence[int]
+    logprobs: Sequence[float]
     """Log-probability of each token under the policy and temperature that produced it, from the engine."""
     versions: tuple[VersionSpan, ...]
     finish_reason: Literal["stop", "length"] | None
@@ -132,18 +132,40 @@ class RequestRefused(DataError):
     """The engine refuses this prompt (too long, bad token); no engine will take it."""
 
 
+OnFinished = Callable[[int], None]
+
+
+class EngineLoad(NamedTuple):
+    """What one engine has to do now, as far as its client knows (it learns of tokens in chunks)."""
+
+    active: int
+    """Responses in flight, those that wait inside the engine included."""
+    context: int
+    """Prompt and response tokens of these."""
+    tokens: int
+    """Response tokens received since the client was made."""
+    prompts: int
+    """Prompt tokens sent since then, each prompt once for all of its responses."""
+
+
 class GenerationEngine(Protocol):
     """What the Control Unit knows of a Generation Unit."""
 
-    async def generate(self, prompt_ids: Sequence[int], prefixes: Sequence[Sample], seed: int) -> list[Sample]:
+    async def generate(
+        self, prompt_ids: Sequence[int], prefixes: Sequence[Sample], seed: int, on_finished: OnFinished | None = None
+    ) -> list[Sample]:
         """One finished response for each prefix (`NOTHING` for a fresh one), with the run's sampling settings.
 
         A response continues from its prefix's tokens and keeps them, their log-probs and versions; prefix and
         continuation together stay within the response budget. A prefix that is finished comes back as it is.
         Different seeds (any natural number) give independent responses, however close they lie.
+        `on_finished` is told of each response that ends before the last one does: its tokens, the prefix included.
         Raises `EngineFailure`, `GenerationAborted`, `RequestRefused`.
         """
 
     async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
         """Load a snapshot in place; on failure the old weights keep serving, or the engine takes no more work, and
         `EngineFailure` is raised."""
+
+    def load(self) -> EngineLoad:
+        """For the record; no decision depends on it."""

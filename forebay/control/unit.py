@@ -24,6 +24,8 @@ from forebay.errors import DataError, DeadlineError, ForebayError, RunError
 
 QUEUE_PERIOD_S = 0.2
 """How often queue and flight are recorded."""
+LAUNCH_PERIOD_S = 0.05
+"""How often the first wave is let out further."""
 POLL_S = 20.0
 """Longest time that one request for a batch is held open."""
 STRIKES = 3
@@ -56,7 +58,7 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True)
 class Patience:
-    """What the Control Unit bears before it acts."""
+    """Times that the Control Unit keeps to: what it bears before it acts."""
 
     stall_timeout_s: float
     """Without any progress the run ends."""
@@ -66,6 +68,8 @@ class Patience:
     """Of engines, all together; one more ends the run."""
     group_deadline_s: float | None = None
     """A group that is generated for longer is made afresh."""
+    first_wave_s: float = 0.0
+    """Seconds over which the first groups are let out."""
     backoff_s: float = 1.0
     """Wait before the first restart of an engine; it doubles with each, up to `LONGEST_BACKOFF_S`."""
 
@@ -105,8 +109,7 @@ class ControlUnit:
         self._last_progress = time.monotonic()
         for index in range(len(self._fleet.engines)):
             self.controller.engine_joined(index, 0)
-        self._spawn(self._watch(check_trainer))
-        self._pump()
+        self._spawn(self._watch(check_trainer, launched=self._let_out(0.0)))
         try:
             await self._over
         finally:
@@ -200,7 +203,12 @@ class ControlUnit:
         engine, limit = self._fleet.engines[index], self._patience.group_deadline_s
         try:
             async with asyncio.timeout(limit) as timer:
-                samples = await engine.generate(group.prompt.ids, group.prefixes, seed)
+                samples = await engine.generate(
+                    group.prompt.ids,
+                    group.prefixes,
+                    seed,
+                    lambda tokens: self.controller.sample_finished(group.group_id, attempt, tokens),
+                )
         except TimeoutError:
             if limit is None or not timer.expired():
                 raise
@@ -227,10 +235,12 @@ class ControlUnit:
         except DataError as fault:
             self.controller.scoring_failed(group.group_id, str(fault))
         else:
+            self._recorder.scored(group)
             self.controller.scored(group.group_id, tuple(float(reward) for reward in rewards))
             self._progress()
 
     async def _refresh(self, index: int, engine: Engine, snapshot: Snapshot) -> None:
+        begin = time.monotonic()
         try:
             record = await self._fleet.engines[index].refresh(snapshot, self.controller.rules.refresh)
         except (EngineFailure, RequestRefused) as failure:  # a refresh that is refused is the engine's fault too
@@ -240,7 +250,7 @@ class ControlUnit:
         self._strikes.pop(index, None)
         if self.controller.engines.get(index) is engine:
             self.controller.refresh_done(index, record.version)
-            self._recorder.refreshed(index, record)
+            self._recorder.refreshed(index, record, time.monotonic() - begin)
             self._progress()
         await self._wake()
 
@@ -298,12 +308,15 @@ class ControlUnit:
 
     # ---- time
 
-    async def _watch(self, check_trainer: Callable[[], None]) -> None:
+    async def _watch(self, check_trainer: Callable[[], None], launched: bool) -> None:
         """Record the queue, look after the trainer, end a run that makes no progress."""
+        begin = time.monotonic()
         while True:
-            await asyncio.sleep(QUEUE_PERIOD_S)
-            self._recorder.queue(self.controller)
+            await asyncio.sleep(QUEUE_PERIOD_S if launched else LAUNCH_PERIOD_S)
+            self._recorder.queue(self.controller, [engine.load() for engine in self._fleet.engines])
             check_trainer()
+            if not launched:
+                launched = self._let_out(time.monotonic() - begin)
             idle = time.monotonic() - self._last_progress
             limit = self._patience.stall_timeout_s
             if self.controller.training_step is not None:
@@ -312,6 +325,14 @@ class ControlUnit:
                 raise DeadlineError(
                     f"control: no progress for {idle:.0f} s (control.stall_timeout_s): {self._culprit()}"
                 )
+
+    def _let_out(self, elapsed_s: float) -> bool:
+        """Let out the part of the first wave that is due; whether that is all of it."""
+        wave = self._patience.first_wave_s
+        share = min(elapsed_s / wave, 1.0) if wave else 1.0
+        self.controller.launched(share)
+        self._pump()
+        return share >= 1.0
 
     def _culprit(self) -> str:
         controller = self.controller

@@ -20,7 +20,9 @@ from forebay.config import RunConfig
 from forebay.control.types import (
     NOTHING,
     EngineFailure,
+    EngineLoad,
     GenerationAborted,
+    OnFinished,
     RefreshMode,
     RefreshRecord,
     RequestRefused,
@@ -59,6 +61,7 @@ class VllmEngine:
         self._calls: set[asyncio.Timeout] = set()
         self._running: set[Response] = set()
         self._kept_caches: set[int] = set()
+        self._tokens = self._prompts = 0
         self._watchdog = Watchdog(config.generation.stall_timeout_s, self._stalled)
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -68,10 +71,12 @@ class VllmEngine:
             trust_env=False,
         )
 
-    async def generate(self, prompt_ids: Sequence[int], prefixes: Sequence[Sample], seed: int) -> list[Sample]:
+    async def generate(
+        self, prompt_ids: Sequence[int], prefixes: Sequence[Sample], seed: int, on_finished: OnFinished | None = None
+    ) -> list[Sample]:
         """A `GenerationEngine`'s; the same seed, prefixes and weights give the same samples."""
         budget = self._generation.max_new_tokens
-        responses = [Response(prefix, budget) for prefix in prefixes]
+        responses = [Response(prefix, budget, len(prompt_ids), on_finished) for prefix in prefixes]
         base = seed * SEEDS_PER_REQUEST
         if all(not prefix.ids for prefix in prefixes):
             requests = [self._request(prompt_ids, budget, base, responses)]
@@ -91,7 +96,7 @@ class VllmEngine:
 
     async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample:
         """The most likely token at every step."""
-        response = Response(NOTHING, max_tokens)
+        response = Response(NOTHING, max_tokens, len(prompt_ids))
         sampling = {"n": 1, "temperature": 0.0, "max_tokens": max_tokens}
         await self._sample([(_body(prompt_ids, sampling), [response])], [response])
         return response.sample()
@@ -124,6 +129,11 @@ class VllmEngine:
         """Name the weights that serve now."""
         await self._post("/update_weight_version", {"new_version": str(version)})
 
+    def load(self) -> EngineLoad:
+        """A `GenerationEngine`'s."""
+        active = [response for response in self._running if not response.finished]
+        return EngineLoad(len(active), sum(r.prompt_tokens + len(r) for r in active), self._tokens, self._prompts)
+
     async def close(self) -> None:
         """Drop all connections; the server aborts what still runs for them. Later calls raise `EngineFailure`."""
         self._broken = "it was closed"
@@ -150,6 +160,7 @@ class VllmEngine:
         timeout_s = self._generation.request_timeout_s
         timer = asyncio.timeout(timeout_s)
         self._running.update(responses)
+        self._prompts += sum(len(body["token_ids"]) for body, _ in requests)
         self._calls.add(timer)
         try:
             async with timer:
@@ -196,7 +207,7 @@ class VllmEngine:
             self._fail(f"it gave up a request: {_error_text(chunk)}")
         try:
             for choice in chunk["choices"]:
-                responses[choice["index"]].add(choice, self._kept_caches)
+                self._tokens += responses[choice["index"]].add(choice, self._kept_caches)
         except (BadChunk, KeyError, IndexError, TypeError) as error:
             self._fail(str(error) if isinstance(error, BadChunk) else f"an unreadable answer: {error!r}")
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from forebay.control.types import Sample, VersionSpan
+from forebay.control.types import OnFinished, Sample, VersionSpan
 
 
 class BadChunk(ValueError):
@@ -17,10 +17,13 @@ class BadChunk(ValueError):
 
 
 class Response:
-    """One response: a prefix, and what one choice of a stream adds to it."""
+    """One response to a prompt of `prompt_tokens`: a prefix, and what one choice of a stream adds to it. `on_finished`
+    is told of its tokens when it ends."""
 
-    def __init__(self, prefix: Sample, budget: int) -> None:
+    def __init__(self, prefix: Sample, budget: int, prompt_tokens: int, on_finished: OnFinished | None = None) -> None:
         self.prefix = prefix
+        self.prompt_tokens = prompt_tokens
+        self._on_finished = on_finished
         self.aborted = False
         self._finish = prefix.finish_reason
         if self._finish is None and len(prefix.ids) >= budget:
@@ -34,8 +37,9 @@ class Response:
         """No token will be added."""
         return self._finish is not None
 
-    def add(self, chunk: Mapping[str, Any], kept_caches: Collection[int]) -> None:
-        """The next tokens; `kept_caches`: versions that the engine took over a cache of others. Raises `BadChunk`."""
+    def add(self, chunk: Mapping[str, Any], kept_caches: Collection[int]) -> int:
+        """Take the next tokens; returns how many. `kept_caches`: versions that the engine took over a cache of others.
+        Raises `BadChunk`."""
         reason = chunk["finish_reason"]
         if reason not in (None, "stop", "length", "abort"):
             raise BadChunk(f"a sample ended with finish_reason {reason!r}")
@@ -51,14 +55,21 @@ class Response:
             raise BadChunk(f"a sample of {len(self._ids)} tokens ended without versions")
         self.aborted = reason == "abort"
         self._finish = None if self.aborted else reason
+        if self._finish is not None and self._on_finished is not None:
+            self._on_finished(len(self))
+        return len(ids)
 
     def sample(self) -> Sample:
         """The response, or as much of it as is certain."""
         prefix = self.prefix
         known = self._spans[-1].end if self._spans else 0
         versions = _joined(prefix.versions, self._spans, len(prefix.ids))
-        ids, logprobs = prefix.ids + tuple(self._ids[:known]), prefix.logprobs + tuple(self._logprobs[:known])
+        ids, logprobs = (*prefix.ids, *self._ids[:known]), (*prefix.logprobs, *self._logprobs[:known])
         return Sample(ids, logprobs, versions, self._finish)
+
+    def __len__(self) -> int:
+        """Tokens received so far, the prefix's included."""
+        return len(self.prefix.ids) + len(self._ids)
 
     def _read_spans(self, given: Sequence[Mapping[str, Any]], kept_caches: Collection[int]) -> tuple[VersionSpan, ...]:
         """The first span of a request starts from an empty cache; a later one may go on over the cache of another."""

@@ -102,7 +102,8 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
         ("generation:\n  max_new_tokens: 256\n", "leaves no room for a prompt in model.max_model_len (256)"),
         ("schedule:\n  minibatch_slack: 4\n", "schedule.minibatch_slack (4) must be less than"),
         ("control:\n  batch_groups: 4\n", "a minibatch may have 5 prompts but control.batch_groups is 4"),
-        ("control:\n  max_concurrent_samples: 39\n", "does not fit control.max_concurrent_samples 39"),
+        ("lengths:\n  predictor: history\n", "lengths.predictor history needs lengths.history"),
+        ("mode: sync\ntraining:\n  streaming: true\n", "but mode sync trains whole batches"),
         ("control:\n  work_in_progress: 0.5\n", "control.work_in_progress (0.5) is less than one batch"),
         ("training:\n  micro_batch_tokens: 255\n", "cannot hold one sequence of model.max_model_len (256)"),
         (
@@ -123,7 +124,7 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, text: s
 
 @pytest.mark.parametrize(
     "text",
-    ["control:\n  batch_groups: 5\n  max_concurrent_samples: 40\n", "generation:\n  base_port: 65534\n  engines: 2\n"],
+    ["control:\n  batch_groups: 5\n", "generation:\n  base_port: 65534\n  engines: 2\n"],
 )
 def test_the_largest_fitting_settings_are_accepted(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.yaml").write_text(text)
@@ -165,6 +166,17 @@ def test_a_profile_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 def test_the_mode_sets_the_bounds_of_the_one_rule(mode: str, bound: float, work: float) -> None:
     config = parse_config({"mode": mode, "control": {"max_staleness": 3, "work_in_progress": 1.5}}, where="test")
     assert (config.staleness_bound, config.work_in_progress) == (bound, work)
+
+
+@pytest.mark.parametrize(("mode", "streams"), [("sync", False), ("one_step_off", False), ("fully_async", True)])
+def test_the_trainer_streams_where_nothing_waits_for_whole_batches(mode: str, streams: bool) -> None:
+    assert parse_config({"mode": mode}, where="test").streaming is streams
+    assert parse_config({"mode": mode, "training": {"streaming": False}}, where="test").streaming is False
+
+
+def test_an_engine_takes_as_many_responses_as_it_decodes_unless_told_otherwise() -> None:
+    assert parse_config({"generation": {"max_num_seqs": 48}}, where="test").concurrent_samples == 48
+    assert parse_config({"control": {"max_concurrent_samples": 12}}, where="test").concurrent_samples == 12
 
 
 def test_the_configuration_imports_nothing_heavy() -> None:

@@ -11,7 +11,7 @@ import pytest
 from forebay.control.controller import Controller, Rules
 from forebay.control.recorder import Recorder
 from forebay.control.server import control_app
-from forebay.control.types import EngineFailure, Prompt, RefreshRecord, RequestRefused, Sample, VersionSpan
+from forebay.control.types import EngineFailure, EngineLoad, Prompt, RefreshRecord, RequestRefused, Sample, VersionSpan
 from forebay.control.unit import ControlUnit, Patience
 from forebay.control.wire import SnapshotReport, StepReport
 from forebay.errors import DataError, DeadlineError, RunError
@@ -31,7 +31,7 @@ class StubEngine:
         self.slow = set()
         self.modes = []
 
-    async def generate(self, prompt_ids, prefixes, seed):
+    async def generate(self, prompt_ids, prefixes, seed, on_finished=None):
         self.calls += 1
         self.seeds.append(seed)
         self.prefixes.append(prefixes)
@@ -47,6 +47,9 @@ class StubEngine:
         version = self.version
         await asyncio.sleep(0.001)
         return [Sample((4, 1), (-0.5, -0.1), (VersionSpan(version, 0, 2),), "stop") for _ in prefixes]
+
+    def load(self):
+        return EngineLoad(self.calls, 0, 0, 0)
 
     async def refresh(self, snapshot, mode):
         self.modes.append(mode)
@@ -139,7 +142,7 @@ def test_a_run_trains_every_step_and_accounts_for_a_bad_row(tmp_path):
 
 def test_a_dead_engine_is_restarted_refreshed_and_its_groups_are_generated_again(tmp_path):
     fleet = StubFleet(2)
-    fleet.engines[0].fail_on = {7}
+    fleet.engines[0].fail_on = {5}
     unit = build(tmp_path, fleet)
     drive(unit)
     assert fleet.restarted == [0]

@@ -56,6 +56,9 @@ class Job:
         self.lengths = [rng.randint(1, LONGEST) for _ in range(group.size)]
         self.responses = [self.tokens_of(prefix) for prefix in group.prefixes]
         self.lengths = [max(length, len(r)) for length, r in zip(self.lengths, self.responses, strict=True)]
+        finished = [sample.finish_reason is not None for sample in group.prefixes]
+        self.lengths = [len(r) if f else n for n, r, f in zip(self.lengths, self.responses, finished, strict=True)]
+        self.ended = finished  # as the controller knows
 
     @staticmethod
     def tokens_of(sample):
@@ -68,6 +71,13 @@ class Job:
         for response, length in zip(self.responses, self.lengths, strict=True):
             if len(response) < length:
                 response.append((next(serial), version))
+
+    def news(self):
+        """Tokens of the responses that have ended since it was asked last, all but the very last one."""
+        for place, (response, length) in enumerate(zip(self.responses, self.lengths, strict=True)):
+            if len(response) == length and not self.ended[place] and sum(self.ended) < len(self.ended) - 1:
+                self.ended[place] = True
+                yield len(response)
 
     @property
     def done(self):
@@ -104,16 +114,22 @@ class World:
     def dispatch(self):
         while (decision := self.controller.next_dispatch()) is not None:
             assert decision.groups
+            if self.rules.minibatch_barrier:
+                assert all(job.engine != decision.engine for job in self.work.values())
             for group in decision.groups:
                 assert group.group_id not in self.work
                 self.work[group.group_id] = Job(decision.engine, group, self.rng)
         for key in self.engine_version:
-            load = sum(job.engine == key for job in self.work.values())
-            assert load * self.rules.group_size <= self.rules.max_concurrent_samples
+            running = sum(job.ended.count(False) for job in self.work.values() if job.engine == key)
+            most = self.rules.max_concurrent_samples + self.rules.group_size - 1
+            assert running <= (4 * self.rules.group_size if self.rules.minibatch_barrier else most)
 
     def decode(self):
-        for job in self.work.values():
+        for group_id, job in self.work.items():
             job.decode(self.engine_version[job.engine], self.serial)
+            for tokens in job.news():
+                self.controller.sample_finished(group_id, job.attempt, tokens)
+                self.controller.sample_finished(group_id, job.attempt - 1, tokens)  # an old attempt's: ignored
 
     def finish(self):
         self.decode()
@@ -234,7 +250,11 @@ class World:
         assert self.controller.count(Stage.GENERATING) == len(self.work)
         assert self.controller.count(Stage.SCORING) == len(self.scoring)
         for key, engine in self.controller.engines.items():
+            jobs = [job for job in self.work.values() if job.engine == key]
             assert engine.groups == {g for g, job in self.work.items() if job.engine == key}
+            assert engine.samples == sum(job.ended.count(False) for job in jobs)
+            assert engine.load >= -1e-6
+            assert (engine.load > 0 or not jobs) and (jobs or engine.load == 0)
 
     def drain(self):
         """Whatever happened, a fair world reaches the end."""
@@ -271,6 +291,11 @@ ACTIONS = (
             "max_predicted_tokens": st.sampled_from([float("inf"), 60.0]),
             "over_sampling": st.sampled_from([1.0, 1.5]),
             "require_batches": st.sampled_from([1, 1, 2]),
+            "max_concurrent_samples": st.sampled_from([1, 3, 64]),
+            "minibatch_barrier": st.booleans(),
+            "wait_for_oldest": st.booleans(),
+            "correct_lengths": st.booleans(),
+            "max_new_tokens": st.sampled_from([float("inf"), float(LONGEST)]),
         }
     ),
     streaming=st.booleans(),
@@ -402,17 +427,83 @@ def test_a_low_queue_prefers_quick_minibatches_but_overtakes_each_at_most_four_t
 
 
 def test_automatic_credits_rise_when_the_trainer_starves_and_fall_when_stock_is_high():
-    world = World(make_rules(steps=400, max_staleness=8, work_in_progress=None), engines=1, seed=7)
+    rules = make_rules(steps=400, max_staleness=8, work_in_progress=None, max_concurrent_samples=8)
+    world = World(rules, engines=1, seed=7)
     credits = world.controller.credits
-    start = credits.batches
+    assert credits.batches == 1.5 * 8 / (4 * 2) + 1.0  # near the analytic value: what the slots hold, and the trainer's
     world.dispatch()
-    credits.step(waited_share=0.5, queued=0)
-    assert credits.batches > start
-    raised = credits.batches
+    credits.step(waited_share=0.5, queued=0)  # starved, but every slot is taken: credits are not what is missing
+    assert credits.batches == 2.5
+    for _ in range(LONGEST):
+        world.decode()
+        world.dispatch()
+    while world.work:
+        world.finish()
+        world.dispatch()
+    credits.step(waited_share=0.5, queued=0)  # the engine is idle, for want of credit
+    assert credits.batches == pytest.approx(2.65)
     credits.step(waited_share=0.5, queued=0)  # starved, but no group was refused for want of credit
-    assert credits.batches == raised
+    assert credits.batches == pytest.approx(2.65)
     credits.step(waited_share=0.0, queued=100)
-    assert 1.0 <= credits.batches < raised
+    assert credits.batches == pytest.approx(2.62)
+    for _ in range(400):
+        credits.step(waited_share=0.0, queued=100)
+    assert credits.batches == 1.0
+
+
+def test_the_first_wave_is_let_out_gradually():
+    world = World(make_rules(batch_groups=8, work_in_progress=2.0), engines=1, seed=7)
+    started = []
+    for share in (0.0, 0.25, 0.5, 1.0):
+        world.controller.launched(share)
+        world.dispatch()
+        started.append(len(world.work))
+    assert started == [1, 4, 8, 16]
+
+
+def test_one_step_off_waits_for_the_oldest_instead_of_dropping_them():
+    """Of two batches in flight the second one's groups finish first, as short ones do."""
+
+    def fates(wait):
+        rules = make_rules(max_staleness=1, work_in_progress=2.0, steps=12, wait_for_oldest=wait)
+        world = World(rules, engines=1, seed=11)
+        for _ in range(4000):
+            if world.steps >= rules.steps:
+                break
+            world.dispatch()
+            newest = sorted(world.work, reverse=True)[: max(1, len(world.work) // 3)]
+            kept = {key: job for key, job in world.work.items() if key not in newest}
+            world.work = {key: world.work[key] for key in newest}
+            world.finish()
+            world.work |= kept
+            for action in (world.score, world.train, world.refresh):
+                action()
+        assert world.steps == rules.steps
+        return world.controller.ledger.fates()
+
+    assert fates(wait=False)["stale"] > 0
+    assert fates(wait=True)["stale"] == 0
+
+
+def test_behind_a_minibatch_barrier_an_engine_gets_whole_minibatches_when_it_is_empty():
+    world = World(make_rules(batch_groups=8, work_in_progress=4.0, max_staleness=8, minibatch_barrier=True), 2, seed=3)
+    world.dispatch()
+    sizes = [sum(job.engine == key for job in world.work.values()) for key in (0, 1)]
+    assert sorted(sizes) == [1, 2]  # the first two minibatches
+
+
+def test_a_finished_response_frees_its_slot_and_sharpens_the_rest():
+    rules = make_rules(group_size=4, max_concurrent_samples=4, batch_groups=8, max_new_tokens=100.0)
+    world = World(rules, engines=1, seed=5)
+    world.dispatch()
+    (group_id,) = world.work
+    engine, attempt = world.controller.engines[0], world.work[group_id].attempt
+    before = engine.load
+    world.controller.sample_finished(group_id, attempt, 40)  # four times what was predicted
+    assert engine.samples == 3
+    assert engine.load > before  # three long ones are more than four of 10 tokens
+    assert world.controller.next_dispatch() is not None  # into the slot that is free
+    assert world.controller.next_dispatch() is None
 
 
 def test_several_batches_must_be_queued_before_the_first_of_them_is_trained():

@@ -1,0 +1,179 @@
+"""The engines as the controller knows them: who has room, how much each has to do, who takes new weights next.
+
+Invariants:
+- An engine holds exactly the groups that were started there and have not been released.
+- `samples` are the responses in flight there; a group starts while fewer than `max_concurrent_samples` are, so slots
+  are filled one by one as responses end, and at most `group_size - 1` of them wait inside the engine.
+- Cost: an event costs O(1) and some logarithms, a dispatch O(engines).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from forebay.control.groups import Group
+from forebay.control.rules import Rules
+from forebay.lengths.online import LengthCorrection
+
+
+@dataclass(slots=True)
+class Engine:
+    """What the controller knows of one Generation Unit."""
+
+    version: int
+    refreshing: bool = False
+    groups: set[int] = field(default_factory=set)
+    samples: int = 0
+    """Responses in flight."""
+    load: float = 0.0
+    """Response tokens still expected of the groups in flight."""
+    footprint: float = 0.0
+    """Response tokens expected of them in all, those that are there included."""
+
+
+class EnginePool:
+    """All engines; predictions of length are corrected as responses end."""
+
+    def __init__(self, rules: Rules, lengths: LengthCorrection | None) -> None:
+        self.engines: dict[int, Engine] = {}
+        self._rules = rules
+        self._lengths = lengths
+        self._published = 0
+        self._refreshing = 0
+        self._behind = False  # some engine may serve an older version than the published one
+
+    # ---- which engine
+
+    def free(self) -> list[int]:
+        """Engines that a group may start on, the one with the least left to do first."""
+        rules = self._rules
+        most = 1 if rules.minibatch_barrier else rules.max_concurrent_samples
+        found = [
+            (engine.load, key)
+            for key, engine in self.engines.items()
+            if engine.samples < most and not engine.refreshing
+        ]
+        found.sort()
+        return [key for _, key in found]
+
+    def room(self, key: int) -> float:
+        """Groups that may start there now. Behind a minibatch barrier: no limit but the minibatch."""
+        if self._rules.minibatch_barrier:
+            return math.inf
+        left = self._rules.max_concurrent_samples - self.engines[key].samples
+        return -(-left // self._rules.group_size)
+
+    def fits(self, key: int, predicted_length: float) -> bool:
+        """Whether a group's expected tokens are within the engine's budget; a group alone always is."""
+        engine, limit = self.engines[key], self._rules.max_predicted_tokens
+        if not engine.groups or limit == math.inf:
+            return True
+        return engine.footprint + self.expected(predicted_length) * self._rules.group_size <= limit
+
+    def expected(self, predicted_length: float) -> float:
+        """The mean length of a response as corrected by now."""
+        return self._lengths.expected(predicted_length) if self._lengths else predicted_length
+
+    # ---- groups come and go
+
+    def start(self, group: Group, key: int) -> None:
+        engine = self.engines[key]
+        group.engine = key
+        group.engines += (key,)
+        group.born = min([engine.version, *(s.oldest_version for s in group.samples if s.ids)])
+        done = [len(s.ids) for s in group.prefixes if s.finish_reason is not None]
+        begun = [len(s.ids) for s in group.prefixes if s.finish_reason is None]
+        group.finished, group.running = done, len(begun)
+        group.reached = sum(begun) // len(begun) if begun else 0
+        group.fresh = not done and not any(begun)
+        if group.expected is None:
+            group.expected = self.expected(group.prompt.predicted_length)
+        engine.groups.add(group.group_id)
+        engine.samples += group.running
+        self._weigh(engine, group)
+
+    def sample_finished(self, group: Group, tokens: int) -> None:
+        """A response of a group in flight is done: its slot is free, and the others are better known."""
+        engine = self.engines.get(group.engine) if group.engine is not None else None
+        if engine is None or not group.running:
+            return
+        group.running -= 1
+        group.finished.append(tokens)
+        if group.fresh:
+            group.reached = max(group.reached, tokens)  # they began together, and the others go on
+        engine.samples -= 1
+        self._unweigh(engine, group)
+        self._weigh(engine, group)
+
+    def release(self, group: Group) -> None:
+        """It is in flight no more."""
+        engine = self.engines.get(group.engine) if group.engine is not None else None
+        if engine is not None and group.group_id in engine.groups:
+            engine.groups.remove(group.group_id)
+            engine.samples -= group.running
+            self._unweigh(engine, group)
+            if not engine.groups:
+                engine.load = engine.footprint = 0.0  # no rounding errors pile up
+        group.engine = None
+        group.running = 0
+
+    def observed(self, group: Group) -> None:
+        """All its responses are there."""
+        if self._lengths:
+            self._lengths.observed(group.prompt.predicted_length, [len(sample.ids) for sample in group.samples])
+
+    def _weigh(self, engine: Engine, group: Group) -> None:
+        predicted = group.prompt.predicted_length
+        if self._lengths and (group.finished or group.reached):
+            each = self._lengths.rest(predicted, group.finished, group.running, group.reached)
+        else:
+            each = max(self.expected(predicted), float(group.reached))
+        group.load = group.running * (each - group.reached)
+        group.footprint = group.running * each + sum(group.finished)
+        engine.load += group.load
+        engine.footprint += group.footprint
+
+    def _unweigh(self, engine: Engine, group: Group) -> None:
+        engine.load -= group.load
+        engine.footprint -= group.footprint
+
+    # ---- engines come, go and refresh
+
+    def joined(self, key: int, version: int) -> None:
+        self.engines[key] = Engine(version)
+        self._behind = True
+
+    def lost(self, key: int) -> None:
+        self._refreshing -= self.engines.pop(key).refreshing
+
+    def published(self, version: int) -> None:
+        self._published = version
+        self._behind = True
+
+    def next_refresh(self) -> int | None:
+        """The engine to refresh next; one at a time, so that never all of them stop, unless the rules say all."""
+        if not self._behind or (self._refreshing and not self._rules.refresh_all):
+            return None
+        behind = min(self._old(), default=None)
+        if behind is None:
+            self._behind = False
+            return None
+        return behind[1]
+
+    def _old(self) -> Iterator[tuple[int, int]]:
+        for key, engine in self.engines.items():
+            if engine.version < self._published and not engine.refreshing:
+                yield engine.version, key
+
+    def refresh_started(self, key: int) -> None:
+        self.engines[key].refreshing = True
+        self._refreshing += 1
+
+    def refresh_done(self, key: int, version: int) -> None:
+        self.refresh_failed(key)
+        self.engines[key].version = version
+        self._behind = True
+
+    def refresh_failed(self, key: int) -> None:
+        self.engines[key].refreshing = False
+        self._refreshing -= 1
