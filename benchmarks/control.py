@@ -3,15 +3,15 @@
     python -m benchmarks.control [--engines 256] [--steps 120]
 
 Nothing is generated or trained: a heap of events in virtual time plays 256 engines with 40 responses each, and every
-event is followed by the same questions that the asyncio shell asks (dispatch until none is left, refresh, batch while
-the trainer waits). The ledger is written to Parquet as in a run. Responses are fresh tuples of 20 to 160 tokens, so
-that what the controller keeps shows in memory.
+event (each response's end is one) is followed by the same questions that the asyncio shell asks (dispatch until none is
+left, refresh, batch while the trainer waits). The ledger is written to Parquet as in a run. Responses are fresh tuples
+of 20 to 160 tokens, so that what the controller keeps shows in memory.
 
 `groups_per_s` is groups that got their fate over wall time, this driver's own time included (`groups_per_cpu_s`: over
-processor time, for a machine that others use too); `us_per_event` the same
-wall time over events (admissions, responses, scores, batches, steps, snapshots, refreshes). Both, like the concurrency
-(the least seen at the end of a step), leave out the filling and draining of the pipeline. `rss_growth_mb` compares the
-peaks of the first and the last steps between those, since the batches kept for a trainer's restart come and go.
+processor time, for a machine that others use too); `us_per_event` the same wall time over events (admissions, ends of
+responses and groups, scores, batches, steps, snapshots, refreshes). Both, like the concurrency (the least seen at the
+end of a step), leave out the filling and draining of the pipeline. `rss_growth_mb` compares the peaks of the first and
+the last steps between those, since the batches kept for a trainer's restart come and go.
 """
 
 import argparse
@@ -151,13 +151,20 @@ class Drive:
             self.in_flight += GROUP_SIZE
             lengths = [self._rng.randint(*LENGTHS) for _ in range(GROUP_SIZE)]
             started = self._versions[dispatch.engine]
+            for length in sorted(lengths)[:-1]:
+                self._later(length * TOKEN_S, self._response, group, group.attempts, length)
             self._later(max(lengths) * TOKEN_S, self._generated, group, dispatch.engine, started, lengths)
 
     # ---- what happens
 
+    def _response(self, group: Group, attempt: int, length: int) -> None:
+        self.events += 1
+        self.in_flight -= 1
+        self._ask("sample_finished", group.group_id, attempt, length)
+
     def _generated(self, group: Group, engine: int, started: int, lengths: list[int]) -> None:
         self.events += 1
-        self.in_flight -= GROUP_SIZE
+        self.in_flight -= 1
         newest = self._versions[engine]
         samples = tuple(Sample(POOL[:n], LOGPROBS[:n], spans(started, newest, n), "stop") for n in lengths)
         self._ask("generated", group.group_id, group.attempts, samples)

@@ -286,7 +286,7 @@ class Controller:
             return 0
         surplus = (rules.over_sampling - 1) * rules.batch_groups
         total, credits = rules.total_slots + surplus - slot, self.credits.groups - self.outstanding
-        if credits < 1 <= total and self._pool.free():
+        if credits < 1 <= total and self._pool.any_free:
             self.credits.refused()
         return math.floor(min(total, credits))
 

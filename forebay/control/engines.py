@@ -40,21 +40,28 @@ class EnginePool:
         self._lengths = lengths
         self._published = 0
         self._refreshing = 0
+        self._free: set[int] = set()
         self._behind = False  # some engine may serve an older version than the published one
 
     # ---- which engine
 
+    @property
+    def any_free(self) -> bool:
+        """Whether a group may start on some engine."""
+        return bool(self._free)
+
     def free(self) -> list[int]:
         """Engines that a group may start on, the one with the least left to do first."""
-        rules = self._rules
-        most = 1 if rules.minibatch_barrier else rules.max_concurrent_samples
-        found = [
-            (engine.load, key)
-            for key, engine in self.engines.items()
-            if engine.samples < most and not engine.refreshing
-        ]
-        found.sort()
-        return [key for _, key in found]
+        return sorted(self._free, key=lambda key: (self.engines[key].load, key))
+
+    def _note(self, key: int) -> None:
+        """Something about this engine has changed that decides whether it is free."""
+        engine = self.engines.get(key)
+        most = 1 if self._rules.minibatch_barrier else self._rules.max_concurrent_samples
+        if engine is not None and engine.samples < most and not engine.refreshing:
+            self._free.add(key)
+        else:
+            self._free.discard(key)
 
     def room(self, key: int) -> float:
         """Groups that may start there now. Behind a minibatch barrier: no limit but the minibatch."""
@@ -91,10 +98,11 @@ class EnginePool:
         engine.groups.add(group.group_id)
         engine.samples += group.running
         self._weigh(engine, group)
+        self._note(key)
 
     def sample_finished(self, group: Group, tokens: int) -> None:
         """A response of a group in flight is done: its slot is free, and the others are better known."""
-        engine = self.engines.get(group.engine) if group.engine is not None else None
+        key, engine = self._engine_of(group)
         if engine is None or not group.running:
             return
         group.running -= 1
@@ -104,16 +112,18 @@ class EnginePool:
         engine.samples -= 1
         self._unweigh(engine, group)
         self._weigh(engine, group)
+        self._note(key)
 
     def release(self, group: Group) -> None:
         """It is in flight no more."""
-        engine = self.engines.get(group.engine) if group.engine is not None else None
+        key, engine = self._engine_of(group)
         if engine is not None and group.group_id in engine.groups:
             engine.groups.remove(group.group_id)
             engine.samples -= group.running
             self._unweigh(engine, group)
             if not engine.groups:
                 engine.load = engine.footprint = 0.0  # no rounding errors pile up
+            self._note(key)
         group.engine = None
         group.running = 0
 
@@ -121,6 +131,11 @@ class EnginePool:
         """All its responses are there."""
         if self._lengths:
             self._lengths.observed(group.prompt.predicted_length, [len(sample.ids) for sample in group.samples])
+
+    def _engine_of(self, group: Group) -> tuple[int, Engine | None]:
+        """None if it is in flight nowhere, or its engine is gone."""
+        key = -1 if group.engine is None else group.engine
+        return key, self.engines.get(key)
 
     def _weigh(self, engine: Engine, group: Group) -> None:
         predicted = group.prompt.predicted_length
@@ -142,9 +157,11 @@ class EnginePool:
     def joined(self, key: int, version: int) -> None:
         self.engines[key] = Engine(version)
         self._behind = True
+        self._note(key)
 
     def lost(self, key: int) -> None:
         self._refreshing -= self.engines.pop(key).refreshing
+        self._note(key)
 
     def published(self, version: int) -> None:
         self._published = version
@@ -168,6 +185,7 @@ class EnginePool:
     def refresh_started(self, key: int) -> None:
         self.engines[key].refreshing = True
         self._refreshing += 1
+        self._note(key)
 
     def refresh_done(self, key: int, version: int) -> None:
         self.refresh_failed(key)
@@ -177,3 +195,4 @@ class EnginePool:
     def refresh_failed(self, key: int) -> None:
         self.engines[key].refreshing = False
         self._refreshing -= 1
+        self._note(key)

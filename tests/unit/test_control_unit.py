@@ -84,11 +84,13 @@ def prompts():
         yield (Prompt(f"p{number}", (number,), "bad" if number == 3 else "good", "null", 5.0),)
 
 
-def build(tmp_path, fleet, *, stall=30.0, restarts=2, deadline=None, on_step=lambda record: None, **changes):
+def build(
+    tmp_path, fleet, *, stall=30.0, restarts=2, deadline=None, first_wave_s=0.0, on_step=lambda record: None, **changes
+):
     rules = Rules(STEPS, 4, 2, 1, 2, 2.0, 64, **changes)
     recorder = Recorder(tmp_path, on_step)
     controller = Controller(rules, prompts(), recorder.settled)
-    patience = Patience(stall, stall, restarts, deadline, backoff_s=0.0)
+    patience = Patience(stall, stall, restarts, deadline, first_wave_s, backoff_s=0.0)
     return ControlUnit(controller, fleet, StubScorer(), recorder, seed=1, patience=patience)
 
 
@@ -328,3 +330,39 @@ def test_groups_stream_over_http_until_the_batch_is_complete(tmp_path):
         await asyncio.wait_for(running, 5)
 
     asyncio.run(go())
+
+
+def test_the_first_wave_is_let_out_over_its_time(tmp_path):
+    fleet = StubFleet()
+    unit = build(tmp_path, fleet, first_wave_s=0.6)
+    calls = []
+
+    async def go():
+        fleet.engines[0].hang = True
+        work = asyncio.create_task(unit.run(lambda: None))
+        for _ in range(3):
+            calls.append(fleet.engines[0].calls)
+            await asyncio.sleep(0.3)
+        calls.append(fleet.engines[0].calls)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+    asyncio.run(go())
+    assert calls[0] <= 1 < calls[1] < calls[3] == 8  # two batches of four, in the end
+
+
+def test_an_engine_tells_of_each_response_and_the_controller_hears_of_it(tmp_path):
+    fleet = StubFleet()
+    unit = build(tmp_path, fleet)
+    heard = []
+    unit.controller.sample_finished = lambda *event: heard.append(event)
+
+    class Telling(StubEngine):
+        async def generate(self, prompt_ids, prefixes, seed, on_finished=None):
+            on_finished(2)
+            return await super().generate(prompt_ids, prefixes, seed, on_finished)
+
+    fleet.engines[0] = Telling()
+    drive(unit)
+    assert sorted(group_id for group_id, *_ in heard) == list(range(21))
+    assert {event[1:] for event in heard} == {(1, 2)}  # attempt, tokens

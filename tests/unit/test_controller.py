@@ -254,7 +254,9 @@ class World:
             assert engine.groups == {g for g, job in self.work.items() if job.engine == key}
             assert engine.samples == sum(job.ended.count(False) for job in jobs)
             assert engine.load >= -1e-6
-            assert (engine.load > 0 or not jobs) and (jobs or engine.load == 0)
+            full = engine.samples >= (1 if self.rules.minibatch_barrier else self.rules.max_concurrent_samples)
+            assert (key in self.controller._pool.free()) == (not full and not engine.refreshing)
+            assert engine.load > 0 if jobs else engine.load == 0
 
     def drain(self):
         """Whatever happened, a fair world reaches the end."""

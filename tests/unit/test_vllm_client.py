@@ -367,3 +367,25 @@ def test_command_has_no_token_and_takes_extra_arguments(tmp_path) -> None:
 )
 def test_telling_line(log: str, expected: str) -> None:
     assert telling_line(log) == expected
+
+
+def test_each_ending_response_is_told_with_its_prefix_and_the_load_is_counted() -> None:
+    told: list[int] = []
+    engine = engine_with(
+        answer(
+            choice(
+                index=1,
+                token_ids=[5],
+                logprobs={"content": [{"logprob": -0.5}]},
+                weight_versions=[{"version": "2", "start": 0, "end": 1}],
+            ),
+            choice(),
+        )
+    )
+    prefix = Sample((7, 8), (-0.1, -0.2), (VersionSpan(1, 0, 2),), None)
+    asyncio.run(engine.generate([2, 3], [NOTHING, NOTHING], 0, told.append))
+    assert told == [1, 3]
+    assert engine.load() == (0, 0, 4, 2)  # nothing in flight; 4 response tokens came, 2 prompt tokens went
+    engine = engine_with(answer(choice()))
+    asyncio.run(engine.generate([2, 3], [prefix], 0, told.append))
+    assert told == [1, 3, 5]
