@@ -48,11 +48,23 @@ class EnginePool:
     @property
     def any_free(self) -> bool:
         """Whether a group may start on some engine."""
-        return bool(self._free)
+        return bool(self._free) and not self._behind_barrier
 
     def free(self) -> list[int]:
         """Engines that a group may start on, the one with the least left to do first."""
+        if self._behind_barrier:
+            return []
         return sorted(self._free, key=lambda key: (self.engines[key].load, key))
+
+    @property
+    def _behind_barrier(self) -> bool:
+        """Where no staleness is allowed only new weights may generate: nothing starts until all engines have them, or
+        the first one that has would get the whole batch."""
+        return (
+            self._rules.max_staleness == 0
+            and self._behind
+            and any(engine.version < self._published for engine in self.engines.values())
+        )
 
     def _note(self, key: int) -> None:
         """Something about this engine has changed that decides whether it is free."""

@@ -1,6 +1,7 @@
 """The Control Unit's HTTP face. Every route needs the run's token; bodies are msgpack, answers msgpack or JSON.
 
-Bound to the profile's host (loopback by default). Routes: see `wire.py`; and `GET /v1/status`.
+Bound to the profile's host (loopback by default). Routes: see `wire.py`; for people and probes `GET /v1/status` (JSON)
+and `GET /v1/metrics` (Prometheus's text format).
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from forebay.control.wire import (
     unpack,
 )
 from forebay.errors import DeadlineError, ForebayError
+from forebay.telemetry.prometheus import CONTENT_TYPE, exposition
 
 START_TIMEOUT_S = 30.0
 
@@ -78,6 +80,10 @@ def control_app(unit: ControlUnit, token: str) -> FastAPI:
     @app.get("/v1/status")
     async def status() -> JSONResponse:
         return JSONResponse(unit.status())
+
+    @app.get("/v1/metrics")
+    async def metrics() -> Response:
+        return Response(exposition(unit.status()), media_type=CONTENT_TYPE)
 
     return app
 

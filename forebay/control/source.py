@@ -21,7 +21,8 @@ WINDOW = 4
 def scheduled(batch_groups: Sequence[Sequence[Minibatch]], seed: int) -> Iterator[Minibatch]:
     """Minibatches for ever; the first epoch in the given order, later ones with the batch groups shuffled.
 
-    Batch groups carry equal predicted load, so their order is free; what is inside one stays together.
+    The order of batch groups is free: they carry equal load, or are a batch each, or are random to begin with. What is
+    inside one stays together.
     """
     if not any(any(minibatch for minibatch in group) for group in batch_groups):
         raise ValueError("the schedule is empty")

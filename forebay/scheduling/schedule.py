@@ -1,93 +1,181 @@
-"""The schedule: every training prompt exactly once, as ordered minibatches in balanced batch groups.
+"""The schedule of a run: every training prompt exactly once, in batch groups of minibatches.
 
-Artifact: schedule/schedule.parquet, one row a prompt in order: batch_group, minibatch, prompt_id, predicted.
+Artifact, in the run's folder `schedule/`: `schedule.parquet`, one row a prompt in order (batch_group, minibatch,
+prompt_id, predicted), and `manifest.json`, written last: what the schedule was made from and how, its figures, and the
+SHA-256 of the file.
+
+Invariants:
+- A schedule is read only if its file is the one that its manifest names.
+- It is made once for the same predictions and settings, and used again after that.
+- Everything goes by columns, so that a million prompts take seconds.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from forebay.config import ScheduleConfig
+from forebay.config import RunConfig
 from forebay.errors import UserError
 from forebay.run import RunContext
-from forebay.scheduling.batch_groups import arrange, variation
-from forebay.scheduling.minibatches import partition, utilisation
+from forebay.scheduling.minibatches import utilisation
+from forebay.scheduling.policies import Order, load, make_order, resolve
+from forebay.scheduling.predictions import Predictions, digest, read_columns, read_predictions
+from forebay.scheduling.quality import predicted_variation
 
 FILE = "schedule.parquet"
+PREDICTIONS = "predictions.parquet"
+MANIFEST = "manifest.json"
+FORMAT = 1
+COLUMNS = ("batch_group", "minibatch", "prompt_id", "predicted")
 
 
 @dataclass(frozen=True)
 class ScheduleResult:
     """What was made and how good it is, by predicted lengths."""
 
+    policy: str
+    """The one that `auto` meant."""
     prompts: int
     minibatches: int
     batch_groups: int
     utilisation: float
-    """Mean share of real tokens in padded minibatches, 0..1."""
+    """Mean share of real tokens in the minibatches, if they were padded; 0..1."""
     load_variation: float
-    """Coefficient of variation of the batch groups' predicted tokens."""
-
-
-def build(predicted: Sequence[tuple[str, float]], config: ScheduleConfig, seed: int) -> list[list[list[str]]]:
-    """Batch groups of minibatches of prompt ids, from (prompt id, predicted length) pairs."""
-    ranked = sorted(predicted, key=lambda item: (item[1], item[0]))
-    sizes = partition([length for _, length in ranked], config.minibatch_prompts, config.minibatch_slack)
-    minibatches, start = [], 0
-    for size in sizes:
-        minibatches.append(ranked[start : start + size])
-        start += size
-    loads = [sum(length for _, length in minibatch) for minibatch in minibatches]
-    order = arrange(loads, config.period_minibatches, seed)
-    return [[[prompt for prompt, _ in minibatches[index]] for index in group] for group in order]
+    """Coefficient of variation of the batch groups' predicted load."""
+    random_variation: float
+    """The same of the prompts in random order."""
+    sorted_variation: float
+    """And sorted by load."""
 
 
 def make_schedule(run: RunContext) -> ScheduleResult:
-    """Read the predictions, write the schedule."""
-    table = pq.read_table(run.lengths / "predictions.parquet").to_pylist()  # type: ignore[no-untyped-call]
-    predicted = [(row["prompt_id"], float(row["predicted"])) for row in table]
-    if not predicted:
-        raise UserError(f"{run.lengths}: no prompts to schedule; the training split is empty")
-    groups = build(predicted, run.config.schedule, run.config.seed)
-    length = dict(predicted)
-    write_schedule(run.schedule / FILE, groups, length)
-    minibatches = [minibatch for group in groups for minibatch in group]
-    shares = [utilisation([length[prompt] for prompt in minibatch], [len(minibatch)]) for minibatch in minibatches]
-    loads = [sum(length[prompt] for minibatch in group for prompt in minibatch) for group in groups]
-    return ScheduleResult(
-        prompts=len(predicted),
-        minibatches=len(minibatches),
-        batch_groups=len(groups),
-        utilisation=sum(shares) / len(shares),
-        load_variation=variation(loads),
+    """Read the predictions, write the schedule; or find the one that was made from the same. Raises `UserError`."""
+    config = run.config
+    predictions = read_predictions(run.lengths / PREDICTIONS, config.schedule.load == "kv_area")
+    basis = _basis(config, predictions)
+    known = _read_manifest(run.schedule)
+    if known is not None and all(known.get(name) == value for name, value in basis.items()):
+        _check_digest(run.schedule, known)
+        return ScheduleResult(**known["figures"])
+    order = make_order(
+        predictions.predicted,
+        predictions.prompt_tokens,
+        config.schedule,
+        config.mode,
+        config.control.batch_groups,
+        config.seed,
     )
+    result = _result(config, predictions, order)
+    write_schedule(run.schedule, predictions.prompt_ids, predictions.predicted, order, basis, asdict(result))
+    return result
 
 
-def write_schedule(path: Path, groups: Sequence[Sequence[Sequence[str]]], predicted: dict[str, float]) -> None:
-    """Write the artifact; folders are made."""
-    rows = [
-        {"batch_group": g, "minibatch": m, "prompt_id": prompt, "predicted": predicted[prompt]}
-        for g, group in enumerate(groups)
-        for m, minibatch in enumerate(group)
-        for prompt in minibatch
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)  # type: ignore[no-untyped-call]
+def write_schedule(
+    folder: Path,
+    prompt_ids: pa.StringArray,
+    predicted: NDArray[np.float64],
+    order: Order,
+    basis: dict[str, Any],
+    figures: dict[str, Any],
+) -> None:
+    """Write the artifact, the file first; the folder is made, an older schedule in it goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    groups, count = order.batch_groups, order.minibatches.size
+    group = np.repeat(np.arange(groups.size), groups)
+    within = np.arange(count) - np.repeat(np.cumsum(groups) - groups, groups)
+    columns = {
+        "batch_group": np.repeat(group, order.minibatches),
+        "minibatch": np.repeat(within, order.minibatches),
+        "prompt_id": prompt_ids.take(pa.array(order.prompts)),
+        "predicted": predicted[order.prompts],
+    }
+    pq.write_table(pa.table(columns), folder / FILE)  # type: ignore[no-untyped-call]
+    manifest = {"format": FORMAT, **basis, "figures": figures, "sha256": {FILE: digest(folder / FILE)}}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def read_schedule(path: Path) -> list[list[list[tuple[str, float]]]]:
-    """Batch groups of minibatches of (prompt id, predicted length)."""
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()  # type: ignore[no-untyped-call]
+    """Batch groups of minibatches of (prompt id, predicted length). Raises `UserError` for a file that is not the one
+    its manifest names."""
+    manifest = _read_manifest(path.parent)
+    if manifest is None:
+        raise UserError(f"{path}: has no {MANIFEST} beside it, so it is not complete: make the schedule again")
+    _check_digest(path.parent, manifest)
+    table = read_columns(path, COLUMNS)
+    rows = list(zip(table["prompt_id"].to_pylist(), table["predicted"].to_pylist(), strict=True))
+    group, minibatch = (table[name].to_numpy() for name in COLUMNS[:2])
+    changes = np.flatnonzero((np.diff(group) != 0) | (np.diff(minibatch) != 0)) + 1
+    starts = [0, *changes.tolist()] if rows else []
+    groups: list[list[list[tuple[str, float]]]] = []
+    for start, end, first in zip(starts, [*starts[1:], len(rows)], minibatch[starts].tolist(), strict=True):
+        if first == 0:
+            groups.append([])
+        groups[-1].append(rows[start:end])
+    return groups
+
+
+def lines(result: ScheduleResult) -> list[tuple[str, str]]:
+    """(name, text) of what people want to know of a schedule."""
     return [
-        [[(row["prompt_id"], row["predicted"]) for row in minibatch] for minibatch in _runs(group, "minibatch")]
-        for group in _runs(rows, "batch_group")
+        ("policy", result.policy),
+        ("prompts", f"{result.prompts:,}"),
+        ("minibatches", f"{result.minibatches:,}"),
+        ("batch groups", f"{result.batch_groups:,}"),
+        ("utilisation", f"{result.utilisation:.3f} of the tokens are real, if minibatches were padded"),
+        (
+            "load variation",
+            f"{result.load_variation:.4f} over batch groups (random order {result.random_variation:.4f}, "
+            f"sorted {result.sorted_variation:.4f})",
+        ),
     ]
 
 
-def _runs(rows: Iterable[dict[str, Any]], key: str) -> list[list[dict[str, Any]]]:
-    return [list(part) for _, part in groupby(rows, key=lambda row: row[key])]
+def _basis(config: RunConfig, predictions: Predictions) -> dict[str, Any]:
+    """All that decides what a schedule looks like."""
+    return {
+        "policy": resolve(config.schedule.policy, config.mode),
+        "settings": config.schedule.model_dump(mode="json") | {"batch_groups": config.control.batch_groups},
+        "seed": config.seed,
+        "prompts": len(predictions.predicted),
+        "made_from": {PREDICTIONS: predictions.sha256},
+    }
+
+
+def _result(config: RunConfig, predictions: Predictions, order: Order) -> ScheduleResult:
+    loads = load(predictions.predicted, predictions.prompt_tokens, config.schedule)
+    variation = predicted_variation(loads, order, config.seed)
+    return ScheduleResult(
+        policy=resolve(config.schedule.policy, config.mode),
+        prompts=order.prompts.size,
+        minibatches=order.minibatches.size,
+        batch_groups=order.batch_groups.size,
+        utilisation=utilisation(predictions.predicted[order.prompts], order.minibatches),
+        load_variation=variation.scheduled,
+        random_variation=variation.random,
+        sorted_variation=variation.sorted,
+    )
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    """None if there is none, or one of another format."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise UserError(f"{folder / MANIFEST}: is not JSON: remove {folder} to have it made again") from None
+    known: bool = isinstance(manifest, dict) and manifest.get("format") == FORMAT
+    return manifest if known else None
+
+
+def _check_digest(folder: Path, manifest: dict[str, Any]) -> None:
+    path = folder / FILE
+    if not path.is_file() or digest(path) != manifest.get("sha256", {}).get(FILE):
+        raise UserError(f"{path}: is not the file that {MANIFEST} names: remove {folder} to have it made again")

@@ -28,6 +28,8 @@ _SINGLE_FILES = (
     "config.yaml",
     "summary.json",
 )
+_FOLDER_FILES = ("*.parquet", "*.json", "*.png")
+"""Of the folders data, lengths and schedule."""
 
 
 def publish(run: RunContext, summary: dict[str, Any]) -> str:
@@ -74,7 +76,8 @@ def _collect(run: RunContext, *, with_model: bool) -> dict[str, Path]:
     files = {name: run.root / name for name in _SINGLE_FILES if (run.root / name).is_file()}
     for folder in (run.data, run.lengths, run.schedule):
         if folder.is_dir():
-            files |= {f"{folder.name}/{path.name}": path for path in sorted(folder.glob("*.parquet"))}
+            found = [path for pattern in _FOLDER_FILES for path in sorted(folder.glob(pattern))]
+            files |= {f"{folder.name}/{path.name}": path for path in found}
     if with_model:
         files |= {f"{run.trained_model.name}/{name}": path for name, path in tree_files(run.trained_model).items()}
     return files

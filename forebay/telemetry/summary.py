@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forebay.errors import ForebayError
 from forebay.run import RunContext
+from forebay.scheduling.quality import true_variation
 
 if TYPE_CHECKING:
     from forebay.control.recorder import Ages
@@ -40,6 +41,7 @@ KEYS = (
     "fates",
     "tokens_per_s",
     "lengths",
+    "schedule",
     "steps",
     "minibatches",
 )
@@ -78,6 +80,7 @@ def build_summary(
         "fates": {str(fate): count for fate, count in trained.fates.items()},
         "tokens_per_s": _finite(trained.tokens_per_s),
         "lengths": {"spearman": _finite(lengths.spearman)},
+        "schedule": _schedule(run, schedule),
         "steps": trained.steps,
         "minibatches": schedule.minibatches,
     }
@@ -110,6 +113,21 @@ def _refresh(run: RunContext, trained: "TrainResult") -> dict[str, Any]:
         "pause_share_of_step": _finite(trained.refresh_pause_s / step_s) if trained.refreshes and step_s else None,
         "tokens_recomputed": trained.tokens_recomputed,
         "tokens_discarded": trained.tokens_discarded,
+    }
+
+
+def _schedule(run: RunContext, schedule: "ScheduleResult") -> dict[str, Any]:
+    """Coefficients of variation of the batch groups' load: as scheduled, in random order, sorted by prediction; by
+    predicted and by true lengths. null: too few whole batch groups were answered."""
+    true = true_variation(run)
+    return {
+        "policy": schedule.policy,
+        "load_variation": _finite(schedule.load_variation),
+        "random": _finite(schedule.random_variation),
+        "sorted": _finite(schedule.sorted_variation),
+        "true_load_variation": _finite(true.scheduled) if true else None,
+        "true_random": _finite(true.random) if true else None,
+        "true_sorted": _finite(true.sorted) if true else None,
     }
 
 

@@ -25,6 +25,10 @@ class Lengths:
 @dataclass(frozen=True)
 class Schedule:
     minibatches: int = 3
+    policy: str = "balanced"
+    load_variation: float = 0.05
+    random_variation: float = 0.2
+    sorted_variation: float = 0.7
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def test_the_controller_benchmark_settles_every_group_and_counts_what_it_did(tmp
     assert (summed.admitted, summed.in_flight) == (45 * 8, 0)
     # Marks 16 to 39 of 46: steps 17 to 39, of 8 groups each.
     assert result["groups"] == 23 * 8
-    assert result["concurrent_samples"] == 4 * 16
+    assert 4 * 16 <= result["concurrent_samples"] < 4 * (16 + control.GROUP_SIZE)
     assert {"groups_per_s", "us_per_event", "rss_growth_mb"} <= result.keys()
     assert {row["call"]: row["calls"] for row in rows}["generated"] == 45 * 8
 

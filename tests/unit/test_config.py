@@ -100,8 +100,14 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("generation:\n  max_new_tokens: 256\n", "leaves no room for a prompt in model.max_model_len (256)"),
-        ("schedule:\n  minibatch_slack: 4\n", "schedule.minibatch_slack (4) must be less than"),
-        ("control:\n  batch_groups: 4\n", "a minibatch may have 5 prompts but control.batch_groups is 4"),
+        ("schedule:\n  policy: asp\n  minibatch_slack: 4\n", "schedule.minibatch_slack (4) must be less than"),
+        ("control:\n  batch_groups: 3\n", "a minibatch may have 4 prompts but control.batch_groups is 3"),
+        (
+            "schedule:\n  policy: asp\ncontrol:\n  batch_groups: 4\n",
+            "a minibatch may have 5 prompts but control.batch_groups is 4",
+        ),
+        ("schedule:\n  window: 3\n", "schedule.window (3) holds no minibatch"),
+        ("mode: sync\nschedule:\n  minibatch_barrier: true\n", "sends prompts one by one"),
         ("lengths:\n  predictor: history\n", "lengths.predictor history needs lengths.history"),
         ("mode: sync\ntraining:\n  streaming: true\n", "but mode sync trains whole batches"),
         ("control:\n  work_in_progress: 0.5\n", "control.work_in_progress (0.5) is less than one batch"),
@@ -124,7 +130,7 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, text: s
 
 @pytest.mark.parametrize(
     "text",
-    ["control:\n  batch_groups: 5\n", "generation:\n  base_port: 65534\n  engines: 2\n"],
+    ["control:\n  batch_groups: 4\n", "generation:\n  base_port: 65534\n  engines: 2\n"],
 )
 def test_the_largest_fitting_settings_are_accepted(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.yaml").write_text(text)

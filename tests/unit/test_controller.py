@@ -494,6 +494,22 @@ def test_behind_a_minibatch_barrier_an_engine_gets_whole_minibatches_when_it_is_
     assert sorted(sizes) == [1, 2]  # the first two minibatches
 
 
+def test_without_staleness_nothing_starts_until_all_engines_have_the_new_weights():
+    world = World(make_rules(max_staleness=0, work_in_progress=1.0), engines=2, seed=4)
+    while world.steps < 1:
+        for action in (world.dispatch, world.finish, world.score, world.train):
+            action()
+    controller = world.controller
+    for key in (0, 1):
+        assert controller.next_dispatch() is None
+        assert controller.next_refresh() == key
+        controller.refresh_started(key)
+        assert controller.next_dispatch() is None
+        controller.refresh_done(key, 1)
+    world.dispatch()
+    assert sorted(sum(job.engine == key for job in world.work.values()) for key in (0, 1)) == [2, 2]
+
+
 def test_a_finished_response_frees_its_slot_and_sharpens_the_rest():
     rules = make_rules(group_size=4, max_concurrent_samples=4, batch_groups=8, max_new_tokens=100.0)
     world = World(rules, engines=1, seed=5)
