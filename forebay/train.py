@@ -23,7 +23,7 @@ from forebay.control.source import Minibatch, scheduled
 from forebay.control.types import Prompt
 from forebay.control.unit import ControlUnit, Patience
 from forebay.data.schema import read_rows
-from forebay.errors import DeadlineError, RunError, UserError
+from forebay.errors import DeadlineError, ForebayError, RunError, UserError
 from forebay.generation.fleet import Fleet
 from forebay.launch.cores import plan_cores
 from forebay.launch.ports import hold_port, require_free
@@ -90,9 +90,20 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
         await stack.enter_async_context(serve(control_app(unit, run.token), held))
         trainer = stack.enter_context(Trainer(run, _url(held), cores.trainer, recorder))
         await trainer.alive_while(stack.enter_async_context(fleet))
-        await unit.run(lambda: trainer.check(unit.trainer_seen))
+        try:
+            await unit.run(lambda: trainer.check(unit.trainer_seen))
+        except ForebayError as error:
+            raise await _ended_early(error, unit, trainer) from None
         await trainer.finish()
         return _result(unit, recorder, trainer.restarts)
+
+
+async def _ended_early(error: ForebayError, unit: ControlUnit, trainer: "Trainer") -> ForebayError:
+    """The error that ended the run, with the trainer's last checkpoint, once that is written."""
+    # A trainer that has kept everyone waiting until the deadline would not write one either.
+    hangs = isinstance(error, DeadlineError) and unit.controller.training_step is not None
+    saved = await trainer.last_checkpoint() if unit.trainer_seen and not hangs else ""
+    return type(error)(f"{error}; {saved}") if saved else error
 
 
 def _patience(config: RunConfig) -> Patience:
@@ -184,6 +195,20 @@ class Trainer:
             if not starting.done():
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
+
+    async def last_checkpoint(self) -> str:
+        """The run has ended early: wait until the trainer, which is told so when it asks for groups, has written a
+        checkpoint of what it has trained. Says what came of it, for the run's last message."""
+        limit, record = self._run.config.training.step_timeout_s, self._run.root / "trainer_done.json"
+        deadline = time.monotonic() + limit
+        while not record.exists():
+            if self._process.poll() is not None and not record.exists():
+                return ""
+            if time.monotonic() > deadline:
+                return f"the trainer did not write a last checkpoint within {limit:g} s (training.step_timeout_s)"
+            await asyncio.sleep(WATCH_S)
+        step = json.loads(record.read_text())["steps"]
+        return f"the trainer's checkpoint of step {step} is in {self._run.checkpoints}" if step else ""
 
     async def finish(self) -> None:
         """Wait for the trained model; the completion record decides, not the exit code."""

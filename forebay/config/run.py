@@ -60,6 +60,16 @@ class RunConfig(Config):
         return {"sync": 1.0, "one_step_off": 2.0}[self.mode]
 
     @property
+    def has_barrier(self) -> bool:
+        """Whether the trainer waits for the last response of each batch: longer ones are then better started first."""
+        return self.mode != "fully_async" or self.staleness_bound == 0
+
+    @property
+    def schedule_mode(self) -> Mode:
+        """The mode whose order of prompts fits: `fully_async` without staleness is `sync`."""
+        return "sync" if self.has_barrier and self.mode == "fully_async" else self.mode
+
+    @property
     def streaming(self) -> bool:
         """Whether the trainer takes groups as they come."""
         chosen = self.training.streaming
@@ -77,6 +87,7 @@ class RunConfig(Config):
         self._check_schedule()
         self._check_queue()
         self._check_mode()
+        self._check_training()
         return self
 
     def _check_lengths(self) -> None:
@@ -98,17 +109,28 @@ class RunConfig(Config):
             )
 
     def _check_schedule(self) -> None:
-        schedule = self.schedule
-        if schedule.minibatch_slack >= schedule.minibatch_prompts:
+        schedule, mode = self.schedule, self.mode
+        largest = schedule.minibatch_prompts + (schedule.minibatch_slack if schedule.policy == "asp" else 0)
+        if schedule.policy == "asp" and schedule.minibatch_slack >= schedule.minibatch_prompts:
             raise ValueError(
                 f"schedule.minibatch_slack ({schedule.minibatch_slack}) must be less than "
                 f"schedule.minibatch_prompts ({schedule.minibatch_prompts})"
             )
-        largest = schedule.minibatch_prompts + schedule.minibatch_slack
         if largest > self.control.batch_groups:
             raise ValueError(
                 f"a minibatch may have {largest} prompts but control.batch_groups is {self.control.batch_groups}: "
                 "lower schedule.minibatch_prompts"
+            )
+        if schedule.window < schedule.minibatch_prompts:
+            raise ValueError(
+                f"schedule.window ({schedule.window}) holds no minibatch of schedule.minibatch_prompts "
+                f"({schedule.minibatch_prompts}): raise it"
+            )
+        first = schedule.policy == "longest_first" or (schedule.policy == "auto" and mode != "fully_async")
+        if schedule.minibatch_barrier and first:
+            raise ValueError(
+                "schedule.minibatch_barrier keeps an engine to one minibatch, but longest_first (schedule.policy, or "
+                f"auto in mode {mode}) sends prompts one by one: choose another policy, or set it to false"
             )
 
     def _check_queue(self) -> None:
@@ -148,6 +170,21 @@ class RunConfig(Config):
                 f"training.streaming takes groups as they come, but mode {self.mode} trains whole batches: set "
                 "mode=fully_async or training.streaming=false"
             )
+
+    def _check_training(self) -> None:
+        training = self.training
+        if training.backend == "fsdp2" and training.offload == "optimizer":
+            raise ValueError(
+                "training.offload optimizer is for backend deepspeed; fsdp2 keeps optimizer states where the "
+                "parameters are: set training.offload=all or none"
+            )
+        if training.backend == "deepspeed" and training.offload != "none":
+            needed = 3 if training.offload == "all" else 1
+            if training.zero_stage < needed:
+                raise ValueError(
+                    f"training.offload {training.offload} needs training.zero_stage {needed} or more, not "
+                    f"{training.zero_stage}: raise it or set training.offload=none"
+                )
 
     def _check_ports(self) -> None:
         base, engines, control = self.generation.base_port, self.generation.engines, self.control.port

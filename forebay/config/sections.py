@@ -151,14 +151,14 @@ class ScheduleConfig(Config):
     policy: Literal["auto", "fifo", "asp", "balanced", "longest_first"] = "auto"
     """`fifo`: random order. `asp`: minibatches of like length in balanced batch groups, as published. `balanced`:
     minibatches that mix long and short prompts to equal load, reordered within `window` prompts. `longest_first`:
-    every batch starts with its longest prompts. `auto`: `longest_first` where the mode has a barrier (`sync`,
-    `one_step_off`), `balanced` in `fully_async`."""
+    every batch starts with its longest prompts, one by one. `auto`: `longest_first` where the mode has a barrier
+    (`sync`, `one_step_off`), `balanced` in `fully_async`."""
     objective: Literal["utilisation", "padded_area"] = "utilisation"
     """`asp`: what the partition into minibatches optimises: the mean share of real tokens in padded minibatches, or
     the padded area."""
     grouping: Literal["lpt", "karmarkar_karp", "snake"] = "lpt"
-    """How loads are balanced over batch groups: longest processing time first with a cap, layered Karmarkar-Karp
-    differencing, or to and fro over the sorted minibatches."""
+    """How loads are balanced over batch groups (`asp`) or minibatches (`balanced`): longest processing time first with
+    a cap, layered Karmarkar-Karp differencing, or to and fro over what is sorted by load."""
     load: Literal["tokens", "kv_area"] = "tokens"
     """What a prompt weighs: predicted response tokens, or the area of its KV cache over time,
     prompt x length + length^2 / 2."""
@@ -275,10 +275,22 @@ class TrainingConfig(Config):
     """Optimizer steps."""
     ranks: Positive = 1
     """Processes (torchrun)."""
-    zero_stage: Annotated[int, Field(ge=1, le=3)] = 1
-    """DeepSpeed ZeRO stage."""
+    backend: Literal["deepspeed", "fsdp2"] = "deepspeed"
+    """What spreads the model over the ranks: DeepSpeed ZeRO, or PyTorch's `fully_shard`."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """`deepspeed`: ZeRO stage. 0: no sharding (with bfloat16 the same as 1), 1: optimizer states, 2: gradients too,
+    3: parameters too. `fsdp2` shards all of these."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """Kept in CPU memory: nothing, the optimizer's states and float32 weights (`deepspeed`, from ZeRO-1), or the
+    parameters too (ZeRO-3 and `fsdp2`)."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass; `auto`: from 64 million parameters."""
     learning_rate: Annotated[float, Field(gt=0)] = 6e-4
-    """AdamW; constant after warm-up."""
+    """AdamW; the rate after warm-up."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up, until the last step."""
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """`linear` and `cosine`: the rate that they fall to, as a share of `learning_rate`."""
     warmup_steps: Natural = 3
     """Linear warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -295,6 +307,9 @@ class TrainingConfig(Config):
     """Group advantage: (r - mean) / std (GRPO), or r - mean (Dr. GRPO)."""
     micro_batch_tokens: Positive = 4096
     """Tokens in one packed forward and backward pass of one rank."""
+    balance: Literal["longest_first", "karmarkar_karp"] = "karmarkar_karp"
+    """How sequences are shared out over ranks: the longest one to the rank with the fewest tokens, or Karmarkar-Karp
+    differencing."""
     streaming: bool | Literal["auto"] = "auto"
     """true: gradients accumulate group by group as they come, and the step follows the batch's last group. false: the
     trainer waits for whole batches. `auto`: true in `fully_async`; less work in progress keeps such a trainer fed."""

@@ -93,7 +93,8 @@ def rules_of(config: RunConfig) -> Rules:
         work_in_progress=None if config.work_in_progress == "auto" else config.work_in_progress,
         max_concurrent_samples=config.concurrent_samples,
         queue_high=config.control.queue.high,
-        queue_low=config.control.queue.low if config.mode == "fully_async" else 0.0,
+        # Without staleness the whole batch has to come before anything goes on: haste would only change the order.
+        queue_low=0.0 if config.has_barrier else config.control.queue.low,
         max_predicted_tokens=config.control.max_predicted_tokens or math.inf,
         over_sampling=config.control.over_sampling,
         max_refills=config.control.max_refills,

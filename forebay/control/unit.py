@@ -114,6 +114,7 @@ class ControlUnit:
             await self._over
         finally:
             await self._end_tasks()
+            await self._wake()  # a trainer that waits for groups hears at once that none will come
 
     def fail(self, error: BaseException) -> None:
         """End the run with this error; the first one counts."""

@@ -42,6 +42,8 @@ REFUSED = frozenset({400, 413, 422})
 BACK_OUT_S = 10.0
 """For returning to the old weights after a refresh that failed."""
 HEALTH_S = 5.0
+HEALTH_EVERY_S = 1.0
+"""How often an engine that takes new weights is asked whether it lives."""
 STREAM_INTERVAL = 16
 """Tokens of a response in one chunk: what an engine's death loses of each response, and costs no throughput."""
 REQUEST_FIELDS: Mapping[str, Any] = {"logprobs": 0, "detokenize": False, "stream_interval": STREAM_INTERVAL}
@@ -111,10 +113,26 @@ class VllmEngine:
             timeout_s += self._generation.request_timeout_s
         self._check_usable()
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._refresh(snapshot, mode)
+            async with asyncio.timeout(timeout_s) as timer:
+                dying = asyncio.create_task(self._notice_death(timer))
+                try:
+                    return await self._refresh(snapshot, mode)
+                finally:
+                    dying.cancel()
         except TimeoutError:
+            if dying.done() and not dying.cancelled():
+                raise EngineFailure(f"{dying.result()}, while it took version {snapshot.version}") from None
             self._fail(f"the refresh to version {snapshot.version} was not done within {timeout_s:g} s")
+
+    async def _notice_death(self, timer: asyncio.Timeout) -> str:
+        """End a refresh that a dead engine will not finish: its server answers without it, but knows. Returns why."""
+        while True:
+            await asyncio.sleep(HEALTH_EVERY_S)
+            try:
+                await self._call("GET", "/health")
+            except EngineFailure as failure:
+                timer.reschedule(0)
+                return str(failure)
 
     async def health(self) -> None:
         """Raises `EngineFailure` unless the server and its engine process answer."""

@@ -67,7 +67,7 @@ def make_schedule(run: RunContext) -> ScheduleResult:
         predictions.predicted,
         predictions.prompt_tokens,
         config.schedule,
-        config.mode,
+        config.schedule_mode,
         config.control.batch_groups,
         config.seed,
     )
@@ -140,7 +140,7 @@ def lines(result: ScheduleResult) -> list[tuple[str, str]]:
 def _basis(config: RunConfig, predictions: Predictions) -> dict[str, Any]:
     """All that decides what a schedule looks like."""
     return {
-        "policy": resolve(config.schedule.policy, config.mode),
+        "policy": resolve(config.schedule.policy, config.schedule_mode),
         "settings": config.schedule.model_dump(mode="json") | {"batch_groups": config.control.batch_groups},
         "seed": config.seed,
         "prompts": len(predictions.predicted),
@@ -152,7 +152,7 @@ def _result(config: RunConfig, predictions: Predictions, order: Order) -> Schedu
     loads = load(predictions.predicted, predictions.prompt_tokens, config.schedule)
     variation = predicted_variation(loads, order, config.seed)
     return ScheduleResult(
-        policy=resolve(config.schedule.policy, config.mode),
+        policy=resolve(config.schedule.policy, config.schedule_mode),
         prompts=order.prompts.size,
         minibatches=order.minibatches.size,
         batch_groups=order.batch_groups.size,

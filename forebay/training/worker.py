@@ -191,7 +191,7 @@ class _Leader:
 
     def _train(self, step: int) -> tuple[dict[str, float], float]:
         """(metrics, seconds spent waiting for groups). Streaming: chunk after chunk, as they come."""
-        streaming, received, waited = self._run.config.training.streaming, 0, 0.0
+        streaming, received, waited = self._run.config.streaming, 0, 0.0
         version = None
         while True:
             asked = time.perf_counter()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from forebay.config import parse_config
+from forebay.config import RunConfig, parse_config
 from forebay.control.types import (
     NOTHING,
     EngineFailure,
@@ -20,6 +20,7 @@ from forebay.control.types import (
     Snapshot,
     VersionSpan,
 )
+from forebay.generation import client
 from forebay.generation.client import VllmEngine
 from forebay.generation.server import engine_command, engine_environment, telling_line
 
@@ -28,8 +29,8 @@ CONFIG = parse_config({"generation": {"refresh_timeout_s": 0.3, "request_timeout
 SNAPSHOT = Snapshot(4, "/snapshots/v00000004", "ab" * 32)
 
 
-def engine_with(handler: Callable) -> VllmEngine:
-    engine = VllmEngine("engine-0", "http://127.0.0.1:1", "secret", CONFIG)
+def engine_with(handler: Callable, config: RunConfig = CONFIG) -> VllmEngine:
+    engine = VllmEngine("engine-0", "http://127.0.0.1:1", "secret", config)
     transport = httpx.MockTransport(handler)
     engine._http = httpx.AsyncClient(transport=transport, base_url=engine.url, headers=engine._http.headers)
     return engine
@@ -389,3 +390,18 @@ def test_each_ending_response_is_told_with_its_prefix_and_the_load_is_counted() 
     engine = engine_with(answer(choice()))
     asyncio.run(engine.generate([2, 3], [prefix], 0, told.append))
     assert told == [1, 3, 5]
+
+
+def test_a_refresh_ends_as_soon_as_the_engine_is_found_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server goes on answering without its engine process: staging would be asked for until the time-out."""
+    monkeypatch.setattr(client, "HEALTH_EVERY_S", 0.02)
+    config = parse_config({"generation": {"refresh_timeout_s": 30}}, "test")
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        dead = request.url.path == "/health"
+        return httpx.Response(503 if dead else 200, json={"results": ["staging"]})
+
+    began = time.monotonic()
+    with pytest.raises(EngineFailure, match=r"GET /health: status 503.*, while it took version 4"):
+        asyncio.run(engine_with(handler, config).refresh(SNAPSHOT, "retract"))
+    assert time.monotonic() - began < 5
