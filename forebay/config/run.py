@@ -70,6 +70,12 @@ class RunConfig(Config):
         return "sync" if self.has_barrier and self.mode == "fully_async" else self.mode
 
     @property
+    def refresh_all(self) -> bool:
+        """Whether all engines take new weights at the same time."""
+        chosen = self.control.refresh_rollout
+        return self.mode != "fully_async" if chosen == "auto" else chosen == "all"
+
+    @property
     def streaming(self) -> bool:
         """Whether the trainer takes groups as they come."""
         chosen = self.training.streaming

@@ -245,8 +245,9 @@ class ControlConfig(Config):
     """What becomes of the responses in flight when an engine takes new weights: `retract` recomputes their KV cache
     and goes on with the tokens so far, `in_place` keeps the cache (cheaper; later tokens belong to no version exactly),
     `abort` discards them, `drain` lets them finish first."""
-    refresh_rollout: Literal["rolling", "all"] = "rolling"
-    """Engines take new weights one after another, or all at the same time."""
+    refresh_rollout: Literal["auto", "rolling", "all"] = "auto"
+    """Engines take new weights in turn, a quarter of them at a time (at least one), or all at the same time. `auto`:
+    all where the mode waits for them anyway (`sync`, `one_step_off`), in turn in `fully_async`."""
     over_sampling: Annotated[float, Field(ge=1)] = 1.0
     """`sync` and `one_step_off` with `dynamic_sampling`: groups started for each group of a batch; what is left over
     when the batch is full is dropped as stale."""

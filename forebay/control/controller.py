@@ -44,6 +44,7 @@ class Controller:
         self.credits = Credits(rules, streaming)
         self.steps_trained = 0
         self.published = 0
+        self._absorbed = 0  # groups of this step that a streaming trainer has accumulated: their work is done
         self.tokens_discarded = 0
         """Response tokens generated for groups that were then made afresh or dropped."""
         self._intake = Intake(source)
@@ -99,7 +100,7 @@ class Controller:
     def next_dispatch(self) -> Dispatch | None:
         """Prompts for the engine with the least left to do, or None if no rule lets one start."""
         room = self._room()
-        if room < 1 and not self._retries:
+        if (room < 1 and not self._retries) or not self._pool.any_free:
             return None
         for key in self._pool.free():
             groups = self._redispatch(key) or (self._admit(key, room) if room >= 1 else ())
@@ -113,7 +114,7 @@ class Controller:
         if done is not None:
             return done
         forming = self._form(step)
-        if not forming.complete and len(self._queue) + len(forming.taken) >= self._required(step):
+        if not forming.complete and len(self._queue) + forming.taken >= self._required(step):
             self._fill(forming, self._late_ones(forming))
         return forming.batch() if forming.complete else None
 
@@ -124,6 +125,7 @@ class Controller:
         if done is not None:
             return Batch(step, done.version, done.groups[received:], ()), True
         forming = self._form(step)
+        self._absorbed = forming.taken
         if forming.taken or len(self._queue) >= self._required(step) - self.rules.batch_groups:
             self._fill(forming)
         fresh = tuple(forming.teaching[received:])
@@ -176,6 +178,7 @@ class Controller:
         group = self.open.generating(group_id, attempt)
         if group is None:
             return False
+        self.credits.filled(self._pool.filled)
         self._pool.release(group)
         group.samples = samples
         self._pool.observed(group)
@@ -259,7 +262,8 @@ class Controller:
         self._queue.trained(batch)
         self.steps_trained = step
         self.open.count_step()
-        self.credits.step(waited_share, self.count(Stage.QUEUED))
+        self._absorbed = 0
+        self.credits.step(waited_share)
         self.ledger.check(len(self.groups))
         return batch
 
@@ -285,9 +289,7 @@ class Controller:
         if self.count(Stage.QUEUED) >= rules.queue_high * rules.batch_groups:
             return 0
         surplus = (rules.over_sampling - 1) * rules.batch_groups
-        total, credits = rules.total_slots + surplus - slot, self.credits.groups - self.outstanding
-        if credits < 1 <= total and self._pool.any_free:
-            self.credits.refused()
+        total, credits = rules.total_slots + surplus - slot, self.credits.groups - (self.outstanding - self._absorbed)
         return math.floor(min(total, credits))
 
     def _admit(self, key: int, room: int) -> tuple[Group, ...]:

@@ -15,6 +15,10 @@ from forebay.control.groups import Group
 from forebay.control.rules import Rules
 from forebay.lengths.online import LengthCorrection
 
+ROLLING_SHARE = 0.25
+"""Of the engines refresh at a time when they do so in turn. One by one, many engines would never get through: a whole
+turn would take longer than a step."""
+
 
 @dataclass(slots=True)
 class Engine:
@@ -26,7 +30,7 @@ class Engine:
     samples: int = 0
     """Responses in flight."""
     load: float = 0.0
-    """Response tokens still expected of the groups in flight."""
+    """Response tokens still expected of the groups in flight; up to date when engines are compared."""
     footprint: float = 0.0
     """Response tokens expected of them in all, those that are there included."""
 
@@ -41,6 +45,10 @@ class EnginePool:
         self._published = 0
         self._refreshing = 0
         self._free: set[int] = set()
+        self._slots: dict[int, int] = {}
+        self._taken = 0  # slots of all engines that have a response; by engine in _slots
+        self._changed: dict[int, Group] = {}
+        """Groups in flight whose part of `Engine.load` is out of date."""
         self._behind = False  # some engine may serve an older version than the published one
 
     # ---- which engine
@@ -54,21 +62,24 @@ class EnginePool:
         """Engines that a group may start on, the one with the least left to do first."""
         if self._behind_barrier:
             return []
+        if len(self._free) > 1:
+            self._weigh_changed()
         return sorted(self._free, key=lambda key: (self.engines[key].load, key))
 
     @property
     def _behind_barrier(self) -> bool:
         """Where no staleness is allowed only new weights may generate: nothing starts until all engines have them, or
         the first one that has would get the whole batch."""
-        return (
-            self._rules.max_staleness == 0
-            and self._behind
-            and any(engine.version < self._published for engine in self.engines.values())
+        return self._rules.max_staleness == 0 and any(
+            engine.version < self._published for engine in self.engines.values()
         )
 
     def _note(self, key: int) -> None:
         """Something about this engine has changed that decides whether it is free."""
         engine = self.engines.get(key)
+        taken = min(engine.samples, self._rules.max_concurrent_samples) if engine is not None else 0
+        self._taken += taken - self._slots.get(key, 0)
+        self._slots[key] = taken
         most = 1 if self._rules.minibatch_barrier else self._rules.max_concurrent_samples
         if engine is not None and engine.samples < most and not engine.refreshing:
             self._free.add(key)
@@ -87,7 +98,14 @@ class EnginePool:
         engine, limit = self.engines[key], self._rules.max_predicted_tokens
         if not engine.groups or limit == math.inf:
             return True
+        self._weigh_changed()
         return engine.footprint + self.expected(predicted_length) * self._rules.group_size <= limit
+
+    @property
+    def filled(self) -> float:
+        """Share of the slots of all engines that have a response, 0..1; 1 without engines."""
+        slots = len(self.engines) * self._rules.max_concurrent_samples
+        return self._taken / slots if slots else 1.0
 
     def expected(self, predicted_length: float) -> float:
         """The mean length of a response as corrected by now."""
@@ -109,7 +127,8 @@ class EnginePool:
             group.expected = self.expected(group.prompt.predicted_length)
         engine.groups.add(group.group_id)
         engine.samples += group.running
-        self._weigh(engine, group)
+        group.load = group.footprint = 0.0
+        self._changed[group.group_id] = group
         self._note(key)
 
     def sample_finished(self, group: Group, tokens: int) -> None:
@@ -122,8 +141,7 @@ class EnginePool:
         if group.fresh:
             group.reached = max(group.reached, tokens)  # they began together, and the others go on
         engine.samples -= 1
-        self._unweigh(engine, group)
-        self._weigh(engine, group)
+        self._changed[group.group_id] = group
         self._note(key)
 
     def release(self, group: Group) -> None:
@@ -132,7 +150,9 @@ class EnginePool:
         if engine is not None and group.group_id in engine.groups:
             engine.groups.remove(group.group_id)
             engine.samples -= group.running
-            self._unweigh(engine, group)
+            engine.load -= group.load
+            engine.footprint -= group.footprint
+            self._changed.pop(group.group_id, None)
             if not engine.groups:
                 engine.load = engine.footprint = 0.0  # no rounding errors pile up
             self._note(key)
@@ -149,20 +169,25 @@ class EnginePool:
         key = -1 if group.engine is None else group.engine
         return key, self.engines.get(key)
 
-    def _weigh(self, engine: Engine, group: Group) -> None:
+    def _weigh_changed(self) -> None:
+        """Loads are looked at far less often than they change."""
+        for group in self._changed.values():
+            _, engine = self._engine_of(group)
+            if engine is not None:
+                load, footprint = self._weight(group)
+                engine.load += load - group.load
+                engine.footprint += footprint - group.footprint
+                group.load, group.footprint = load, footprint
+        self._changed.clear()
+
+    def _weight(self, group: Group) -> tuple[float, float]:
+        """(Response tokens still to come, tokens in all) that are expected of a group in flight."""
         predicted = group.prompt.predicted_length
         if self._lengths and (group.finished or group.reached):
             each = self._lengths.rest(predicted, group.finished, group.running, group.reached)
         else:
             each = max(self.expected(predicted), float(group.reached))
-        group.load = group.running * (each - group.reached)
-        group.footprint = group.running * each + sum(group.finished)
-        engine.load += group.load
-        engine.footprint += group.footprint
-
-    def _unweigh(self, engine: Engine, group: Group) -> None:
-        engine.load -= group.load
-        engine.footprint -= group.footprint
+        return group.running * (each - group.reached), group.running * each + sum(group.finished)
 
     # ---- engines come, go and refresh
 
@@ -180,8 +205,9 @@ class EnginePool:
         self._behind = True
 
     def next_refresh(self) -> int | None:
-        """The engine to refresh next; one at a time, so that never all of them stop, unless the rules say all."""
-        if not self._behind or (self._refreshing and not self._rules.refresh_all):
+        """The engine to refresh next; a part at a time, so that never all of them stop, unless the rules say all."""
+        most = len(self.engines) if self._rules.refresh_all else max(int(len(self.engines) * ROLLING_SHARE), 1)
+        if not self._behind or self._refreshing >= most:
             return None
         behind = min(self._old(), default=None)
         if behind is None:

@@ -20,6 +20,8 @@ class Stage(Enum):
     QUEUED = auto()
     TRAINING = auto()
 
+    __hash__ = object.__hash__  # Enum's own is Python code, and stages are counted all the time
+
 
 @dataclass(slots=True)
 class Group:

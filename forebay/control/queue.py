@@ -19,19 +19,24 @@ class Forming:
     step: int
     version: int
     slots: int
-    taken: list[Group] = field(default_factory=list)
+    teaching: list[Group] = field(default_factory=list)
+    skipped: list[Group] = field(default_factory=list)
+    """In the batch, but without reward spread."""
+
+    @property
+    def taken(self) -> int:
+        return len(self.teaching) + len(self.skipped)
 
     @property
     def complete(self) -> bool:
-        return len(self.taken) == self.slots
+        return self.taken == self.slots
 
-    @property
-    def teaching(self) -> list[Group]:
-        return [group for group in self.taken if group.teaches]
+    def take(self, group: Group) -> None:
+        group.trained_version = self.version
+        (self.teaching if group.teaches else self.skipped).append(group)
 
     def batch(self) -> Batch:
-        skipped = tuple(group for group in self.taken if not group.teaches)
-        return Batch(self.step, self.version, tuple(self.teaching), skipped)
+        return Batch(self.step, self.version, tuple(self.teaching), tuple(self.skipped))
 
 
 class TrainingQueue:
@@ -63,10 +68,9 @@ class TrainingQueue:
     def fill(self, forming: Forming, keep: int = 0) -> Iterator[Group]:
         """Move groups into the batch, oldest first, until all but `keep` places are taken or the queue is empty;
         yields them."""
-        while self._heap and len(forming.taken) < forming.slots - keep:
+        while self._heap and forming.taken < forming.slots - keep:
             group = heapq.heappop(self._heap)[2]
-            group.trained_version = forming.version
-            forming.taken.append(group)
+            forming.take(group)
             yield group
 
     def trained(self, batch: Batch) -> None:

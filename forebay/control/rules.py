@@ -7,11 +7,15 @@ from typing import Literal
 from forebay.config import RunConfig
 from forebay.control.types import RefreshMode
 
-STARVED_SHARE = 0.05
-"""A trainer that waited for more than this share of a step starved."""
-RAISE, LOWER = 0.15, 0.03
-"""Batches by which automatic credits change in a step: up fast, since starving costs throughput now, down slowly,
-since stock costs only age (measured in the scheduling study that the project builds on)."""
+STARVED_SHARE = 0.005
+"""A trainer that waited for more than this share of its time starves."""
+FULL = 0.97
+"""Engines with this share of their slots taken have nothing to gain from more groups."""
+MOST_RAISED, RAISED_PER_SHARE, LOWERED = 0.15, 2.0, 0.02
+"""Batches by which automatic credits change in a step: up by twice the share waited, since starving costs throughput
+now, down slowly, since work in progress costs only age."""
+MEMORY = 0.75
+"""Weight of the past in the running means of waiting and of slots taken."""
 LONGEST_OVER_MEAN = 1.5
 """Expected longest length of a group over the mean length, for groups of about eight."""
 
@@ -101,7 +105,7 @@ def rules_of(config: RunConfig) -> Rules:
         stale=config.control.stale,
         dynamic_sampling=config.control.dynamic_sampling,
         refresh=config.control.refresh,
-        refresh_all=config.control.refresh_rollout == "all",
+        refresh_all=config.refresh_all,
         wait_for_oldest=config.mode == "one_step_off",
         minibatch_barrier=config.schedule.minibatch_barrier,
         max_new_tokens=config.generation.max_new_tokens,
@@ -125,7 +129,9 @@ class Credits:
         self._least = float(rules.require_batches)
         self._trainer = 0.25 if streaming else 1.0
         self._share = 1.0
-        self._bound = self._begun = False
+        self._begun = False
+        self._waited: float | None = None
+        self._filled = 1.0
         self.batches = self._least if rules.work_in_progress is None else rules.work_in_progress
 
     @property
@@ -146,19 +152,21 @@ class Credits:
             capacity = count * rules.max_concurrent_samples / (rules.batch_groups * rules.group_size)
             self.batches = self._within(LONGEST_OVER_MEAN * capacity + self._trainer)
 
-    def refused(self) -> None:
-        """A group that every other rule allowed, on an engine with room, had no credit."""
-        self._bound = True
+    def filled(self, share: float) -> None:
+        """A group is finished; until now this share (0..1) of all slots was taken."""
+        self._filled += (1 - MEMORY) / self._rules.batch_groups * (share - self._filled)
 
-    def step(self, waited_share: float, queued: int) -> None:
-        """A step is over: the trainer waited for this share of it and leaves so many groups in the queue."""
-        self._begun = True
-        if self._automatic:
-            if waited_share > STARVED_SHARE and self._bound:
-                self.batches = self._within(self.batches + RAISE)
-            elif queued >= self._rules.batch_groups:
-                self.batches = self._within(self.batches - LOWER)
-        self._bound = False
+    def step(self, waited_share: float) -> None:
+        """A step is over: the trainer waited for this share of it. Of the first one it waited for a cold start."""
+        if not self._begun or not self._automatic:
+            self._begun = True
+            return
+        self._waited = waited_share if self._waited is None else MEMORY * self._waited + (1 - MEMORY) * waited_share
+        starved = self._waited - STARVED_SHARE
+        if starved > 0 and self._filled < FULL:
+            self.batches = self._within(self.batches + min(MOST_RAISED, RAISED_PER_SHARE * starved))
+        else:
+            self.batches = self._within(self.batches - LOWERED)
 
     def _within(self, batches: float) -> float:
         return max(min(batches, self._most), self._least)

@@ -169,3 +169,23 @@ class GenerationEngine(Protocol):
 
     def load(self) -> EngineLoad:
         """For the record; no decision depends on it."""
+
+
+class Scorer(Protocol):
+    """What the Control Unit knows of the reward workers."""
+
+    async def score(self, responses: Sequence[tuple[Sequence[int], bool]], answer: str, prompt: str) -> Sequence[float]:
+        """A reward for each (token ids, finished); raises `DataError` for the group's own fault."""
+
+
+class Fleet(Protocol):
+    """What the Control Unit knows of the rollout fleet."""
+
+    @property
+    def engines(self) -> Sequence[GenerationEngine]: ...
+
+    async def in_order(self, index: int) -> bool:
+        """Whether the engine runs and answers."""
+
+    async def restart(self, index: int) -> None:
+        """End what is left of the engine and start it anew, with the start model."""

@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from forebay.control.controller import Batch, Controller, Engine, Group, Stage
 from forebay.control.ledger import LedgerError
 from forebay.control.recorder import Recorder
-from forebay.control.types import EngineFailure, GenerationAborted, GenerationEngine, RequestRefused, Snapshot
+from forebay.control.types import EngineFailure, Fleet, GenerationAborted, RequestRefused, Scorer, Snapshot
 from forebay.control.wire import CheckpointReport, SnapshotReport, StepReport
 from forebay.errors import DataError, DeadlineError, ForebayError, RunError
 
@@ -34,26 +34,6 @@ LONGEST_BACKOFF_S = 30.0
 """Longest wait before the restart of an engine."""
 
 AnswerT = TypeVar("AnswerT")
-
-
-class Scorer(Protocol):
-    """What the Control Unit knows of the reward workers."""
-
-    async def score(self, responses: Sequence[tuple[Sequence[int], bool]], answer: str, prompt: str) -> Sequence[float]:
-        """A reward for each (token ids, finished); raises `DataError` for the group's own fault."""
-
-
-class Fleet(Protocol):
-    """What the Control Unit knows of the rollout fleet."""
-
-    @property
-    def engines(self) -> Sequence[GenerationEngine]: ...
-
-    async def in_order(self, index: int) -> bool:
-        """Whether the engine runs and answers."""
-
-    async def restart(self, index: int) -> None:
-        """End what is left of the engine and start it anew, with the start model."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +188,7 @@ class ControlUnit:
                     group.prompt.ids,
                     group.prefixes,
                     seed,
-                    lambda tokens: self.controller.sample_finished(group.group_id, attempt, tokens),
+                    lambda tokens: self._response_ended(group.group_id, attempt, tokens),
                 )
         except TimeoutError:
             if limit is None or not timer.expired():
@@ -228,6 +208,10 @@ class ControlUnit:
                 await self._wake()
                 await self._score(group)
         await self._wake()
+
+    def _response_ended(self, group_id: int, attempt: int, tokens: int) -> None:
+        self.controller.sample_finished(group_id, attempt, tokens)
+        self._pump()  # its slot is free
 
     async def _score(self, group: Group) -> None:
         responses = [(sample.ids, sample.finish_reason == "stop") for sample in group.samples]

@@ -74,7 +74,7 @@ def make_run(folder: Path, settings: dict[str, Any], **generation: Any) -> RunCo
         "mode": settings["mode"],
         "model": {"max_model_len": 256, "warm_start": {"steps": 150}},
         "data": {"train_prompts": 64, "validation_prompts": 8, "test_prompts": 8, "maze": {"sizes": {3: 1.0}}},
-        "schedule": {"policy": "asp", "minibatch_prompts": 2},
+        "schedule": {"minibatch_prompts": 2},
         "generation": {"group_size": GROUP, "max_new_tokens": 64, "kv_cache": "64M", **generation},
         "control": {"batch_groups": BATCH, **settings.get("control", {})},
         "training": {"steps": STEPS, "learning_rate": 3e-3, "warmup_steps": 0, **settings.get("training", {})},

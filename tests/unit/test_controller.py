@@ -249,13 +249,21 @@ class World:
             assert self.controller.count(stage) == sum(group.stage is stage for group in groups)
         assert self.controller.count(Stage.GENERATING) == len(self.work)
         assert self.controller.count(Stage.SCORING) == len(self.scoring)
+        pool = self.controller._pool
+        pool._weigh_changed()
+        most = self.rules.max_concurrent_samples
+        taken = [min(engine.samples, most) for engine in self.controller.engines.values()]
+        assert pool.filled == pytest.approx(sum(taken) / (most * len(taken)))
+        barrier = self.rules.max_staleness == 0 and any(
+            engine.version < self.controller.published for engine in self.controller.engines.values()
+        )
         for key, engine in self.controller.engines.items():
             jobs = [job for job in self.work.values() if job.engine == key]
             assert engine.groups == {g for g, job in self.work.items() if job.engine == key}
             assert engine.samples == sum(job.ended.count(False) for job in jobs)
             assert engine.load >= -1e-6
             full = engine.samples >= (1 if self.rules.minibatch_barrier else self.rules.max_concurrent_samples)
-            assert (key in self.controller._pool.free()) == (not full and not engine.refreshing)
+            assert (key in pool.free()) == (not full and not engine.refreshing and not barrier)
             assert engine.load > 0 if jobs else engine.load == 0
 
     def drain(self):
@@ -433,24 +441,42 @@ def test_automatic_credits_rise_when_the_trainer_starves_and_fall_when_stock_is_
     world = World(rules, engines=1, seed=7)
     credits = world.controller.credits
     assert credits.batches == 1.5 * 8 / (4 * 2) + 1.0  # near the analytic value: what the slots hold, and the trainer's
-    world.dispatch()
-    credits.step(waited_share=0.5, queued=0)  # starved, but every slot is taken: credits are not what is missing
+    credits.step(waited_share=1.0)  # of the first step it waited for a cold start
     assert credits.batches == 2.5
-    for _ in range(LONGEST):
-        world.decode()
-        world.dispatch()
-    while world.work:
-        world.finish()
-        world.dispatch()
-    credits.step(waited_share=0.5, queued=0)  # the engine is idle, for want of credit
+    for _ in range(64):
+        credits.filled(0.5)
+    credits.step(waited_share=0.5)  # starved while slots are empty
     assert credits.batches == pytest.approx(2.65)
-    credits.step(waited_share=0.5, queued=0)  # starved, but no group was refused for want of credit
-    assert credits.batches == pytest.approx(2.65)
-    credits.step(waited_share=0.0, queued=100)
-    assert credits.batches == pytest.approx(2.62)
+    for _ in range(64):
+        credits.filled(1.0)
+    credits.step(waited_share=0.5)  # starved, but every slot is taken: credits are not what is missing
+    assert credits.batches == pytest.approx(2.63)
     for _ in range(400):
-        credits.step(waited_share=0.0, queued=100)
+        credits.step(waited_share=0.0)
     assert credits.batches == 1.0
+    for _ in range(400):
+        credits.filled(0.0)
+        credits.step(waited_share=0.9)
+    assert credits.batches == 9.0  # never beyond what the staleness bound admits
+
+
+def test_groups_that_a_streaming_trainer_has_accumulated_cost_no_credit():
+    """Their work is done; the staleness rule counts them still."""
+
+    def in_flight_at_most(streaming):
+        world = World(make_rules(work_in_progress=2.0, batch_groups=8, max_staleness=4, steps=6), 1, 3, streaming)
+        most = 0
+        for _ in range(40):
+            for action in (world.dispatch, world.finish, world.score):
+                action()
+            if streaming and world.steps == 0:
+                world.controller.next_groups(1, 0)
+            generating = world.controller.count(Stage.GENERATING) + world.controller.count(Stage.SCORING)
+            most = max(most, generating + world.controller.count(Stage.QUEUED) + world.controller.count(Stage.TRAINING))
+        return most
+
+    assert in_flight_at_most(False) == 16
+    assert 16 < in_flight_at_most(True) <= 16 + 8
 
 
 def test_the_first_wave_is_let_out_gradually():
@@ -516,8 +542,11 @@ def test_a_finished_response_frees_its_slot_and_sharpens_the_rest():
     world.dispatch()
     (group_id,) = world.work
     engine, attempt = world.controller.engines[0], world.work[group_id].attempt
+    pool = world.controller._pool
+    pool._weigh_changed()
     before = engine.load
     world.controller.sample_finished(group_id, attempt, 40)  # four times what was predicted
+    pool._weigh_changed()
     assert engine.samples == 3
     assert engine.load > before  # three long ones are more than four of 10 tokens
     assert world.controller.next_dispatch() is not None  # into the slot that is free
