@@ -7,14 +7,18 @@ Invariants:
 - The plan is a pure function of the lengths, so each rank computes all of it and nothing has to be agreed on.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forebay.errors import RunError
+
+Balance = Literal["longest_first", "karmarkar_karp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class MicroBatch:
     """(R,) int64: index in T of the token before each response token."""
     targets: Tensor
     """(R,) int64: the response tokens."""
+    sequence: Tensor
+    """(R,) int64: the sequence that each response token is of, from 0 to S - 1, ascending."""
     behaviour: Tensor
     """(R,) float32: log-probabilities under the policy that sampled them."""
     advantages: Tensor
@@ -65,33 +71,61 @@ class MicroBatch:
         return replace(self, **tensors)
 
 
-def plan_micro_batches(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: Sequence[int], ranks: int, budget: int, balance: Balance = "karmarkar_karp"
+) -> list[list[list[int]]]:
     """plan[rank][micro-batch] = indices into `lengths`; an empty list stands for a padding micro-batch.
 
-    Ranks are balanced by tokens, longest sequence first to the least loaded (Graham's LPT: at most 4/3 of the best
-    makespan). Raises `RunError` if one sequence is longer than `budget`.
+    Ranks are balanced by tokens. Raises `RunError` if one sequence is longer than `budget`.
     """
     if lengths and max(lengths) > budget:
         raise RunError(
             f"a sequence has {max(lengths)} tokens but training.micro_batch_tokens is {budget}: raise it or lower "
             "model.max_model_len"
         )
+    share_out = _longest_first if balance == "longest_first" else _differencing
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    plan = [_first_fit(share, lengths, budget) for share in share_out(order, lengths, ranks)]
+    most = max(len(bins) for bins in plan)
+    return [bins + [[] for _ in range(most - len(bins))] for bins in plan]
+
+
+def _longest_first(order: list[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Each to the least loaded rank (LPT; at most 4/3 - 1/(3 ranks) of the least possible maximum: R. Graham, Bounds
+    on multiprocessing timing anomalies, 1969)."""
     loads, shares = [0] * ranks, [list[int]() for _ in range(ranks)]
     for i in order:
         rank = loads.index(min(loads))
         shares[rank].append(i)
         loads[rank] += lengths[i]
-    plan = [_first_fit(share, lengths, budget) for share in shares]
-    most = max(len(bins) for bins in plan)
-    return [bins + [[] for _ in range(most - len(bins))] for bins in plan]
+    return shares
+
+
+def _differencing(order: list[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Largest differencing (N. Karmarkar and R. Karp, The differencing method of set partitioning, 1982): of all
+    partial ways to share out, at first one for each sequence, join the two that are most uneven, the heaviest share of
+    one with the lightest of the other. Within LPT's bound (W. Michiels, J. Korst and E. Aarts, Performance ratios for
+    the Karmarkar-Karp differencing method, 2003), and mostly far nearer to even."""
+    if not order:
+        return [[] for _ in range(ranks)]
+    empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(ranks - 1)]
+    # (minus the spread, a number that makes it unique, [(load, sequences)] by falling load)
+    heap = [(-lengths[i], place, [(lengths[i], [i]), *empty]) for place, i in enumerate(order)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, place, one = heapq.heappop(heap)
+        _, _, other = heap[0]
+        pairs = zip(one, reversed(other), strict=True)
+        joined = sorted(((a + b, some + more) for (a, some), (b, more) in pairs), key=lambda share: -share[0])
+        heapq.heapreplace(heap, (joined[-1][0] - joined[0][0], place, joined))
+    return [share for _, share in heap[0][2]]
 
 
 def _first_fit(share: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit of indices already sorted by falling length (within 11/9 of the fewest bins)."""
+    """First-fit by falling length (within 11/9 of the fewest bins)."""
     bins: list[list[int]] = []
     room: list[int] = []
-    for i in share:
+    for i in sorted(share, key=lambda i: (-lengths[i], i)):
         k = next((k for k, free in enumerate(room) if free >= lengths[i]), len(bins))
         if k == len(bins):
             bins.append([])
@@ -118,6 +152,7 @@ def pack(sequences: Sequence[TrainSequence]) -> MicroBatch:
         longest=int(lengths.max()),
         sources=torch.from_numpy(np.repeat(starts[:-1] + prompts - 1, answers) + within),
         targets=torch.from_numpy(np.concatenate([s.ids for s in sequences]).astype(np.int64)),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(sequences)), answers)),
         behaviour=torch.from_numpy(np.concatenate([s.behaviour for s in sequences]).astype(np.float32)),
         advantages=torch.from_numpy(np.repeat([s.advantage for s in sequences], answers).astype(np.float32)),
         weights=torch.full((int(answers.sum()),), weight),

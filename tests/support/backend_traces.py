@@ -1,0 +1,94 @@
+"""One rank that trains the same batches on one backend after another: `python -m tests.support.backend_traces JOB`.
+
+JOB is a JSON file: {"scratch", "run_id", "out" (a folder), "batches" (for each step its chunks, each a body in hex),
+"probe" ([prompt, response] to evaluate in the middle of each step), "cases": {name: {"config", "resume_at" (a step or
+null), "persistent", "shard_bytes"}}}. Each rank writes `<name>.<rank>.json`, rank 0 also `<name>.safetensors`, the full
+weights at the end.
+"""
+
+import json
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from forebay.config import parse_config
+from forebay.run import RunContext
+from forebay.training import backend, deepspeed_backend, fsdp2, zero
+from forebay.training.batches import decode_chunk
+from forebay.training.distributed import Ranks
+from forebay.training.engine import TrainEngine
+from forebay.training.packing import TrainSequence, pack
+
+TIMEOUT_S = 60
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = json.loads(Path(sys.argv[1]).read_text())
+    ranks = Ranks.join(TIMEOUT_S)
+    for name, case in job["cases"].items():
+        train(name, case, job, ranks)
+    ranks.leave()
+
+
+def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) -> None:
+    zero.PERSISTENT_ELEMENTS, backend.SHARD_BYTES = case["persistent"], case["shard_bytes"]
+    run = RunContext(parse_config(case["config"], name), job["run_id"], Path(job["scratch"]), "token")
+    allocation = Allocation()
+    engine = TrainEngine(run, ranks)
+    prompt, response = job["probe"]
+    probe = pack([TrainSequence(prompt, response, [0.0] * len(response), 0.0, True)])
+    metrics, seconds, evaluated = [], [], []
+    for step, bodies in enumerate(job["batches"], 1):
+        began = time.perf_counter()
+        for body in bodies:
+            engine.accumulate(decode_chunk(bytes.fromhex(body), run.config.training.advantage))
+            logprobs, _ = engine._backend.evaluate(probe)
+        metrics.append(engine.update(step))
+        seconds.append(time.perf_counter() - began)
+        evaluated.append(logprobs.tolist())
+        if step == case["resume_at"]:
+            state = engine.state()
+            engine = TrainEngine(run, ranks)
+            engine.load_state(state)
+    shards = list(engine.shards())
+    out = Path(job["out"])
+    result = {
+        "metrics": metrics,
+        "seconds": seconds,
+        "evaluated": evaluated,
+        "shard_bytes": [sum(tensor.nbytes for _, tensor in shard) for shard in shards],
+        "most_allocated": allocation.most,
+    }
+    (out / f"{name}.{ranks.rank}.json").write_text(json.dumps(result))
+    if ranks.rank == 0:
+        save_file({n: t for shard in shards for n, t in shard}, out / f"{name}.safetensors")
+
+
+class Allocation:
+    """Watches how many elements are whole at a time while a model is built."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._given: list[weakref.ref[nn.Parameter]] = []
+        for module in (zero, deepspeed_backend, fsdp2):
+            module.allocate = self._allocate  # type: ignore[attr-defined]
+
+    def _allocate(self, *arguments: Any) -> Iterator[nn.Parameter]:
+        for parameter in backend.allocate(*arguments):
+            self._given.append(weakref.ref(parameter))
+            whole = [p for p in (given() for given in self._given) if p is not None]
+            self.most = max(self.most, sum(p.data.numel() for p in whole))
+            del whole
+            yield parameter
+
+
+if __name__ == "__main__":
+    main()
