@@ -11,10 +11,9 @@ from forebay.config.sections import Natural, Positive
 class AlgorithmConfig(Config):
     """What is learnt from a batch: advantages, policy loss, corrections for samples of older policies, KL."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline", "gae"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
     """`grpo`: (r - mean) / std of the group. `dr_grpo`: r - mean. `rloo`: r - mean of the others.
-    `reinforce_baseline`: r - mean of the group, then whitened over the batch (REINFORCE++ baseline). `gae`: from a
-    critic (PPO)."""
+    `reinforce_baseline`: r - mean of the group, then whitened over the batch (REINFORCE++ baseline)."""
     policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """`ppo`: clipped token ratios. `gspo`: clipped sequence ratios. `cispo`: clipped weights on the log-probs."""
     clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
@@ -30,8 +29,8 @@ class AlgorithmConfig(Config):
     against the engine's own log-probs. The others take it against the trainer's log-probs before the update and weight
     by w = trainer's / engine's probability: `decoupled` by w, `tis_token` by min(w, correction_high), `tis_sequence`
     by the same of the whole response, `icepop` by w within [correction_low, correction_high] and 0 outside,
-    `reject_sequence` by 1, without responses whose mean token ratio is outside. `none`: no correction. `auto`:
-    `behaviour`."""
+    `reject_sequence` by 1, without responses whose token ratios have a geometric mean outside. `none`: no correction.
+    `auto`: `behaviour`."""
     correction_low: Annotated[float, Field(gt=0, le=1)] = 0.5
     """`icepop` and `reject_sequence`: smallest ratio that is trusted."""
     correction_high: Annotated[float, Field(ge=1)] = 2.0
@@ -43,23 +42,17 @@ class AlgorithmConfig(Config):
     """`fixed`: tokens; null: generation.max_new_tokens."""
     kl: Literal["none", "loss", "reward"] = "none"
     """KL divergence from the start model: none, a term of the loss, or taken off the reward of each token."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1: log ratio, k2: half its square, k3: low-variance (Schulman 2020). In the reward: k1."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    """In the loss. k2: half the squared log ratio, k3: low-variance (Schulman 2020). In the reward it is k1, the log
+    ratio itself, whose gradient would vanish in the loss."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the KL term."""
-    reference: Literal["copy", "offload", "adapter_base"] = "copy"
-    """Where the start model's log-probs come from: a frozen copy beside the policy, the same kept in CPU memory between
-    batches, or the policy without its LoRA adapter."""
+    reference: Literal["copy", "offload"] = "copy"
+    """With `kl`: the frozen start model stays beside the policy, or in CPU memory between two batches."""
     overlong_buffer: Natural = 0
     """DAPO: the last so many tokens of the response budget cost up to `overlong_penalty`; 0: none."""
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
     """Taken off the reward of a response of full length, in proportion within the buffer."""
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """`gae`: discount."""
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """`gae`: lambda."""
-    value_clip: Annotated[float, Field(gt=0)] = 0.5
-    """`gae`: the critic's values move at most so far from the old ones."""
     mismatch_alarm: Annotated[float, Field(gt=0)] = 0.05
     """Mean absolute difference of engine and trainer log-probs, on tokens of the version that trains, above which the
     run warns."""

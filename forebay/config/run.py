@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from forebay.config.algorithm import AlgorithmConfig
 from forebay.config.base import Config
 from forebay.config.sections import (
     ControlConfig,
@@ -42,6 +43,7 @@ class RunConfig(Config):
     schedule: ScheduleConfig = ScheduleConfig()
     generation: GenerationConfig = GenerationConfig()
     control: ControlConfig = ControlConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     storage: StorageConfig = StorageConfig()
@@ -79,7 +81,14 @@ class RunConfig(Config):
     def streaming(self) -> bool:
         """Whether the trainer takes groups as they come."""
         chosen = self.training.streaming
-        return self.mode == "fully_async" if chosen == "auto" else chosen
+        return self.mode == "fully_async" and not self._whole_batches if chosen == "auto" else chosen
+
+    @property
+    def _whole_batches(self) -> str:
+        """The setting, if any, that needs the whole batch before its first gradient."""
+        if self.algorithm.advantage == "reinforce_baseline":
+            return "algorithm.advantage reinforce_baseline"
+        return "algorithm.kl reward" if self.algorithm.kl == "reward" else ""
 
     @property
     def concurrent_samples(self) -> int:
@@ -94,6 +103,7 @@ class RunConfig(Config):
         self._check_queue()
         self._check_mode()
         self._check_training()
+        self._check_algorithm()
         return self
 
     def _check_lengths(self) -> None:
@@ -191,6 +201,24 @@ class RunConfig(Config):
                     f"training.offload {training.offload} needs training.zero_stage {needed} or more, not "
                     f"{training.zero_stage}: raise it or set training.offload=none"
                 )
+
+    def _check_algorithm(self) -> None:
+        algorithm, budget = self.algorithm, self.generation.max_new_tokens
+        if algorithm.overlong_buffer > budget:
+            raise ValueError(
+                f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) is more than generation.max_new_tokens "
+                f"({budget}): lower it"
+            )
+        if self.training.streaming is True and self._whole_batches:
+            raise ValueError(
+                f"{self._whole_batches} needs the whole batch before its first gradient, but training.streaming takes "
+                "groups as they come: set training.streaming=false"
+            )
+        if algorithm.dual_clip is not None and algorithm.policy_loss != "ppo":
+            raise ValueError(
+                f"algorithm.dual_clip bounds the ppo loss, but algorithm.policy_loss is {algorithm.policy_loss}: set it "
+                "to null"
+            )
 
     def _check_ports(self) -> None:
         base, engines, control = self.generation.base_port, self.generation.engines, self.control.port

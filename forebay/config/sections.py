@@ -300,12 +300,6 @@ class TrainingConfig(Config):
     """AdamW, matrices only."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient norm."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """PPO: the ratio to the behaviour policy is clipped below at 1 - clip_low."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """PPO: and above at 1 + clip_high (DAPO's clip-higher)."""
-    advantage: Literal["std", "mean"] = "std"
-    """Group advantage: (r - mean) / std (GRPO), or r - mean (Dr. GRPO)."""
     micro_batch_tokens: Positive = 4096
     """Tokens in one packed forward and backward pass of one rank."""
     balance: Literal["longest_first", "karmarkar_karp"] = "karmarkar_karp"

@@ -19,6 +19,7 @@ from forebay.training.distributed import Ranks
 from forebay.training.learner import Learner
 from forebay.training.logprobs import PolicyModel
 from forebay.training.packing import TrainSequence, pack
+from forebay.training.reference import Reference
 
 RECOMPUTE_FROM = 64_000_000
 """Parameters from which activations are recomputed in the backward pass: below, they fit and recomputing costs 30%."""
@@ -30,7 +31,8 @@ class TrainEngine(Learner):
     def __init__(self, run: RunContext, ranks: Ranks) -> None:
         torch.manual_seed(run.config.seed + ranks.rank)
         policy = load_policy(run, ranks)
-        super().__init__(run.config, ranks, policy.lm, _backend(run, ranks, policy))
+        reference = _reference(run, ranks) if run.config.algorithm.kl != "none" else None
+        super().__init__(run.config, ranks, policy.lm, _backend(run, ranks, policy), reference)
 
 
 def load_policy(run: RunContext, ranks: Ranks) -> PolicyModel:
@@ -61,6 +63,13 @@ def _backend(run: RunContext, ranks: Ranks, policy: PolicyModel) -> Backend:
     from forebay.training.deepspeed_backend import DeepSpeedBackend
 
     return DeepSpeedBackend(policy, run.config, ranks)
+
+
+def _reference(run: RunContext, ranks: Ranks) -> Reference:
+    config = run.config
+    lm = _read(run, getattr(torch, config.model.dtype))
+    policy = PolicyModel(lm, config.generation.temperature)
+    return Reference(policy, ranks.device, config.algorithm.reference == "offload")
 
 
 def _whole_on(run: RunContext, ranks: Ranks) -> torch.device:

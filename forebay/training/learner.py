@@ -1,14 +1,15 @@
 """One optimizer step from one batch, whole or in chunks, on any backend.
 
 Invariants:
-- The loss is a mean over the response tokens of the whole batch, so the split over ranks, chunks and micro-batches does
-  not change the update.
+- The loss is divided once by what the whole batch adds up to (`algorithms.aggregation`), so the split over ranks,
+  chunks and micro-batches does not change the update.
 - Every rank runs the same number of forward and backward passes.
 - Nothing is updated from a loss that is not finite.
 """
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,47 +17,92 @@ from transformers import PreTrainedModel
 
 from forebay.config import RunConfig
 from forebay.errors import RunError
+from forebay.training.algorithms.aggregation import divisor, token_weights, weighted_sum
+from forebay.training.algorithms.kl import reward_penalty
+from forebay.training.algorithms.mismatch import alarm
+from forebay.training.algorithms.token_loss import TokenInputs, token_loss
+from forebay.training.algorithms.tokens import sequence_sum
 from forebay.training.backend import Backend, full_shards
 from forebay.training.batches import Chunk, Totals
 from forebay.training.distributed import Ranks
-from forebay.training.losses import clipped_policy_loss, clipped_tokens, divergence
-from forebay.training.packing import MicroBatch, pack, plan_micro_batches
+from forebay.training.meter import Meter
+from forebay.training.packing import MicroBatch, TrainSequence, pack, plan_micro_batches
+from forebay.training.reference import Reference
 from forebay.training.schedules import learning_rate
 
 
 class Learner:
     """All ranks construct and call it alike."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks, lm: PreTrainedModel, backend: Backend) -> None:
-        """`backend` holds a `PolicyModel` of `lm`."""
+    def __init__(
+        self, config: RunConfig, ranks: Ranks, lm: PreTrainedModel, backend: Backend, reference: Reference | None = None
+    ) -> None:
+        """`backend` holds a `PolicyModel` of `lm`; `reference` is there if the algorithm has a KL term."""
         self._config, self._ranks, self._lm, self._backend = config.training, ranks, lm, backend
+        self._algorithm, self._reference = config.algorithm, reference
+        self._fixed_length = config.algorithm.fixed_length or config.generation.max_new_tokens
         self._dtype = getattr(torch, config.model.dtype)
         self._peak_rate = peak_rate(config)
         self._updates = 0
-        self._totals, self._meter = Totals(), _Meter(ranks.device)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Of the next step nothing is there yet."""
+        self._totals, self._meter, self._divisor = Totals(), Meter(self._ranks.device), 0.0
 
     def accumulate(self, chunk: Chunk) -> None:
         """Add the gradients of these groups to the step's. Nothing is divided yet: how many tokens the batch has is
         known when its last chunk is here."""
         self._totals += chunk.totals
+        lengths = [len(sequence.ids) for sequence in chunk.sequences]
+        self._divisor += divisor(self._algorithm.aggregation, lengths, self._fixed_length)
+        penalties = self._penalties(chunk) if self._algorithm.kl == "reward" else None
+        for micro, _ in self._micro_batches(chunk.taught(self._algorithm, penalties)):
+            self._backward(micro)
+
+    def _micro_batches(self, sequences: Sequence[TrainSequence]) -> Iterator[tuple[MicroBatch, list[int]]]:
+        """This rank's, each with the indices of its sequences; none for a padding micro-batch."""
         c = self._config
-        plan = plan_micro_batches([len(s) for s in chunk.sequences], self._ranks.world, c.micro_batch_tokens, c.balance)
+        plan = plan_micro_batches([len(s) for s in sequences], self._ranks.world, c.micro_batch_tokens, c.balance)
         for indices in plan[self._ranks.rank]:
-            self._backward(pack([chunk.sequences[i] for i in indices]).to(self._ranks.device))
+            yield pack([sequences[i] for i in indices]).to(self._ranks.device), indices
+
+    def _penalties(self, chunk: Chunk) -> list[float]:
+        """For each sequence what its distance from the reference takes off its reward."""
+        penalties = torch.zeros(len(chunk.sequences), dtype=torch.float64)
+        for micro, indices in self._micro_batches(chunk.sequences):
+            logprobs, _ = self._backend.evaluate(micro)
+            mask = micro.weights > 0
+            tokens = reward_penalty(logprobs, self._distant(micro), mask, self._algorithm.kl_coefficient)
+            if indices:
+                first = torch.searchsorted(micro.sequence, torch.arange(len(indices), device=tokens.device))
+                penalties[indices] = sequence_sum(tokens, micro.sequence, mask)[first].cpu()
+        whole: list[float] = self._ranks.sum(penalties).tolist()
+        return whole
+
+    def _distant(self, micro: MicroBatch) -> Tensor:
+        assert self._reference is not None, "an algorithm with KL has a reference"
+        return self._reference.logprobs(micro)
 
     def update(self, step: int) -> dict[str, float]:
         """One update from what has been accumulated; returns the metrics of the whole batch. An empty batch changes
         nothing."""
-        totals, meter = self._totals, self._meter
-        self._totals, self._meter = Totals(), _Meter(self._ranks.device)
+        totals, meter, whole = self._totals, self._meter, self._divisor
+        self._begin()
+        if self._reference is not None:
+            self._reference.rest()
         metrics = totals.metrics()
         if not totals.tokens:
             return metrics
-        metrics |= meter.result(self._ranks, totals.tokens)
+        metrics |= meter.result(self._ranks, totals.tokens, whole)
         if not math.isfinite(metrics["loss"]):
             raise RunError(f"step {step}: the loss is {metrics['loss']}; lower training.learning_rate")
+        warning = alarm(metrics, self._algorithm.mismatch_alarm)
+        metrics["mismatch/alarm"] = float(warning is not None)
+        if warning and self._ranks.rank == 0:
+            print(f"trainer: step {step}: {warning}", file=sys.stderr, flush=True)
         metrics["learning_rate"] = self._learning_rate()
-        metrics["grad_norm"] = self._backend.step(totals.tokens, metrics["learning_rate"])
+        metrics["grad_norm"] = self._backend.step(whole, metrics["learning_rate"])
         self._updates += 1
         if not math.isfinite(metrics["grad_norm"]):
             raise RunError(f"step {step}: the gradient is not finite; lower training.learning_rate")
@@ -85,14 +131,14 @@ class Learner:
         return full_shards(self._lm, self._backend, self._dtype, self._ranks.rank)
 
     def _backward(self, micro: MicroBatch) -> None:
-        c = self._config
+        reference = self._distant(micro) if self._algorithm.kl == "loss" else None
         logprobs, entropy = self._backend.forward(micro)
-        token_loss, ratio = clipped_policy_loss(logprobs, micro.behaviour, micro.advantages, c.clip_low, c.clip_high)
-        loss = (token_loss * micro.weights).sum()
+        mask = micro.weights > 0
+        inputs = TokenInputs(micro.behaviour, micro.advantages, micro.sequence, mask, reference=reference)
+        token = token_loss(logprobs, inputs, self._algorithm)
+        loss = weighted_sum(token.loss, token_weights(self._algorithm.aggregation, micro.sequence, mask))
         self._backend.backward(loss)
-        with torch.no_grad():
-            clipped = clipped_tokens(ratio, micro.advantages, c.clip_low, c.clip_high)
-            self._meter.add(micro, loss, logprobs, ratio, entropy, clipped)
+        self._meter.add(micro, loss.detach(), logprobs.detach(), entropy.detach(), token)
 
     def _learning_rate(self) -> float:
         c = self._config
@@ -110,34 +156,3 @@ def peak_rate(config: RunConfig) -> float:
     """The learning rate after warm-up."""
     shared = config.control.sync_every if config.control.learning_rate_scaling == "inverse_interval" else 1
     return config.training.learning_rate / shared
-
-
-class _Meter:
-    """Sums and maxima over the micro-batches of a step, kept on the device until the end."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
-        self._maxima = torch.zeros(2, dtype=torch.float64, device=device)
-
-    def add(
-        self, micro: MicroBatch, loss: Tensor, logprobs: Tensor, ratio: Tensor, entropy: Tensor, clipped: Tensor
-    ) -> None:
-        weights, current = micro.weights, micro.current
-        mismatch = divergence(logprobs, micro.behaviour) * current
-        sums = (loss, (clipped * weights).sum(), (entropy * weights).sum(), mismatch.sum(), current.sum())
-        gap = (logprobs - micro.behaviour).abs() * current
-        self._sums += torch.stack([s.double() for s in sums])
-        self._maxima = torch.maximum(self._maxima, torch.stack([(ratio * weights).max(), gap.max()]).double())
-
-    def result(self, ranks: Ranks, tokens: int) -> dict[str, float]:
-        loss, clipped, entropy, mismatch, current = ranks.sum(self._sums.cpu()).tolist()
-        ratio_max, gap_max = ranks.max(self._maxima.cpu()).tolist()
-        metrics = {
-            "loss": loss / tokens,
-            "clip_fraction": clipped / tokens,
-            "entropy": entropy / tokens,
-            "ratio_max": ratio_max,
-        }
-        if current:
-            metrics |= {"mismatch/kl_mean": mismatch / current, "mismatch/max_abs": gap_max}
-        return metrics

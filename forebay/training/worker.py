@@ -78,7 +78,12 @@ class _Trainer:
 
     def __init__(self, run: RunContext, ranks: Ranks) -> None:
         config = run.config
-        layout: dict[str, int | str] = {"zero_stage": config.training.zero_stage, "dtype": config.model.dtype}
+        training = config.training
+        layout: dict[str, int | str] = {
+            "backend": training.backend,
+            "zero_stage": training.zero_stage if training.backend == "deepspeed" else 3,
+            "dtype": config.model.dtype,
+        }
         self.checkpoints = Checkpoints(run.checkpoints, ranks, layout, config.training.step_timeout_s)
         self.engine = TrainEngine(run, ranks)
         self.done = 0
@@ -93,7 +98,7 @@ class _Trainer:
 
     def take(self, body: bytes) -> tuple[Chunk, dict[str, float] | None]:
         """Decode and accumulate a chunk; with the step's last one comes the update, and the step's metrics."""
-        chunk = decode_chunk(body, self._config.training.advantage)
+        chunk = decode_chunk(body, self._config.algorithm, self._config.generation.max_new_tokens)
         self.engine.accumulate(chunk)
         return chunk, self.engine.update(chunk.step) if chunk.complete else None
 

@@ -49,7 +49,8 @@ def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) ->
     for step, bodies in enumerate(job["batches"], 1):
         began = time.perf_counter()
         for body in bodies:
-            engine.accumulate(decode_chunk(bytes.fromhex(body), run.config.training.advantage))
+            budget = run.config.generation.max_new_tokens
+            engine.accumulate(decode_chunk(bytes.fromhex(body), run.config.algorithm, budget))
             logprobs, _ = engine._backend.evaluate(probe)
         metrics.append(engine.update(step))
         seconds.append(time.perf_counter() - began)

@@ -3,6 +3,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from forebay.config import AlgorithmConfig
 from forebay.errors import RunError
 from forebay.training.batches import decode_chunk
 
@@ -22,28 +23,31 @@ def message(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_batch_becomes_sequences_with_advantages() -> None:
-    batch = decode_chunk(msgpack.packb(message()), "mean")
+    batch = decode_chunk(msgpack.packb(message()), AlgorithmConfig(advantage="dr_grpo"), 8)
     assert (batch.step, batch.version, batch.complete) == (5, 4, True)
     assert [list(s.ids) for s in batch.sequences] == [[5, 6, 1], [7]]
-    assert [s.advantage for s in batch.sequences] == pytest.approx([2 / 3, -1 / 3])
+    taught = batch.taught(AlgorithmConfig(advantage="dr_grpo"))
+    assert [s.advantage for s in taught] == pytest.approx([2 / 3, -1 / 3])
     assert [s.current for s in batch.sequences] == [True, False]
     assert (batch.totals.groups, batch.totals.responses, batch.totals.tokens) == (1, 3, 4)
     assert batch.totals.metrics() == pytest.approx(
-        {"tokens": 4, "reward_mean": 1 / 3, "advantage_abs_mean": 4 / 9, "response_length_mean": 4 / 3}
+        {"tokens": 4, "reward_mean": 1 / 3, "shaped_reward_mean": 1 / 3, "response_length_mean": 4 / 3}
     )
 
 
 def test_an_empty_batch_has_no_sequences() -> None:
-    batch = decode_chunk(msgpack.packb({"step": 1, "version": 0, "groups": []}), "std")
+    batch = decode_chunk(msgpack.packb({"step": 1, "version": 0, "groups": []}), AlgorithmConfig(), 8)
     assert (batch.sequences, batch.totals.metrics()) == ((), {"tokens": 0.0})
 
 
 def test_chunks_add_up_to_the_batch() -> None:
     first, second = message(), message(reward=0.5, ids=[9], logprobs=[-1.0])
-    whole = decode_chunk(msgpack.packb(first | {"groups": first["groups"] + second["groups"]}), "std")
-    chunks = [decode_chunk(msgpack.packb(m | {"complete": m is second}), "std") for m in (first, second)]
+    whole = decode_chunk(msgpack.packb(first | {"groups": first["groups"] + second["groups"]}), AlgorithmConfig(), 8)
+    chunks = [decode_chunk(msgpack.packb(m | {"complete": m is second}), AlgorithmConfig(), 8) for m in (first, second)]
     assert [chunk.complete for chunk in chunks] == [False, True]
-    assert [s for chunk in chunks for s in chunk.sequences] == list(whole.sequences)
+    taught = [s for chunk in chunks for s in chunk.taught(AlgorithmConfig())]
+    assert taught == list(whole.taught(AlgorithmConfig()))
+    assert len({s.advantage for s in taught}) > 2
     totals = chunks[0].totals + chunks[1].totals
     assert totals.metrics() == pytest.approx(whole.totals.metrics())
     assert (totals.groups, totals.responses, totals.tokens) == (2, 6, 6)
@@ -62,4 +66,30 @@ def test_chunks_add_up_to_the_batch() -> None:
 )
 def test_a_malformed_batch_is_refused_with_the_reason(body: bytes, reason: str) -> None:
     with pytest.raises(RunError, match=reason):
-        decode_chunk(body, "std")
+        decode_chunk(body, AlgorithmConfig(), 8)
+
+
+def test_long_responses_lose_reward_before_the_advantages() -> None:
+    """Budget 4, buffer 2: three tokens cost half of the penalty. The response without tokens counts in the mean."""
+    algorithm = AlgorithmConfig(advantage="dr_grpo", overlong_buffer=2, overlong_penalty=0.6)
+    batch = decode_chunk(msgpack.packb(message()), algorithm, 4)
+    assert batch.rewards == (pytest.approx((0.7, 0.0, 0.0)),)
+    assert batch.totals.metrics()["reward_mean"] == pytest.approx(1 / 3)
+    assert batch.totals.metrics()["shaped_reward_mean"] == pytest.approx(0.7 / 3)
+    assert [s.advantage for s in batch.taught(algorithm)] == pytest.approx([0.7 * 2 / 3, -0.7 / 3])
+
+
+def test_whitened_advantages_have_mean_zero_and_deviation_one_over_tokens() -> None:
+    algorithm = AlgorithmConfig(advantage="reinforce_baseline")
+    second = message(reward=0.5, ids=[9, 9], logprobs=[-1.0, -1.0])
+    body = msgpack.packb(message() | {"groups": message()["groups"] + second["groups"]})
+    taught = decode_chunk(body, algorithm, 8).taught(algorithm)
+    tokens = [s.advantage for s in taught for _ in s.ids]
+    assert sum(tokens) == pytest.approx(0.0, abs=1e-12)
+    assert sum(a * a for a in tokens) / (len(tokens) - 1) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_penalties_change_rewards_within_their_group() -> None:
+    algorithm = AlgorithmConfig(advantage="dr_grpo")
+    batch = decode_chunk(msgpack.packb(message()), algorithm, 8)
+    assert [s.advantage for s in batch.taught(algorithm, [-0.3, 0.0])] == pytest.approx([0.7 * 2 / 3, -0.7 / 3])

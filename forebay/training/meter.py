@@ -1,0 +1,57 @@
+"""What a step measures on its way, kept on the device until the end.
+
+Invariants: sums and maxima only, so that micro-batches and ranks add up; nothing waits for the device before `result`;
+no gradient.
+"""
+
+import torch
+from torch import Tensor
+
+from forebay.training.algorithms.mismatch import Mismatch
+from forebay.training.algorithms.token_loss import TokenLoss
+from forebay.training.algorithms.tokens import kept
+from forebay.training.distributed import Ranks
+from forebay.training.packing import MicroBatch
+
+SHARES = {
+    "clipped": "clip_fraction",
+    "correction_weight": "correction/weight_mean",
+    "correction_clipped": "correction/clipped",
+    "correction_masked": "correction/masked",
+    "correction_rejected": "correction/rejected",
+    "kl": "kl_mean",
+}
+"""Statistic of `TokenLoss` -> metric: its mean over the batch's response tokens."""
+
+
+class Meter:
+    """Of one step on one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(3 + len(SHARES), dtype=torch.float64, device=device)
+        self._ratio = torch.zeros(1, dtype=torch.float64, device=device)
+        self._mismatch = Mismatch.empty(device)
+
+    @torch.no_grad()
+    def add(self, micro: MicroBatch, loss: Tensor, logprobs: Tensor, entropy: Tensor, token: TokenLoss) -> None:
+        """A micro-batch; `loss` is its weighted sum."""
+        mask = micro.weights > 0
+        advantages = kept(micro.advantages, mask).abs().sum(dtype=torch.float64)
+        sums = [loss.double(), kept(entropy, mask).sum(dtype=torch.float64), advantages]
+        self._sums += torch.stack([*sums, *(token.stats[name] for name in SHARES)])
+        self._ratio = torch.maximum(self._ratio, kept(token.ratio, mask).max().double())
+        self._mismatch.add(micro.behaviour, logprobs, mask & micro.current)
+
+    def result(self, ranks: Ranks, tokens: int, divisor: float) -> dict[str, float]:
+        """Of all ranks; `tokens`: of the batch's responses. `mismatch/*` only if engines of the version in training
+        made some of them."""
+        loss, entropy, advantages, *shares = ranks.sum(self._sums.cpu()).tolist()
+        metrics = {
+            "loss": loss / divisor,
+            "entropy": entropy / tokens,
+            "advantage_abs_mean": advantages / tokens,
+            "ratio_max": float(ranks.max(self._ratio.cpu())),
+        }
+        metrics |= {metric: share / tokens for metric, share in zip(SHARES.values(), shares, strict=True)}
+        mismatch = Mismatch(ranks.sum(self._mismatch.sums.cpu()), ranks.max(self._mismatch.maxima.cpu()))
+        return metrics | mismatch.result()
