@@ -140,6 +140,89 @@ def config(profile: ProfileArgument, set_: SetOption = None) -> None:
 
 @app.command()
 @_guarded
+def lengths(profile: ProfileArgument, set_: SetOption = None) -> None:
+    """Profile response lengths, fit the predictor and print how well lengths can be told before a run."""
+    from forebay.config import load_profile
+    from forebay.data.prepare import prepare_data
+    from forebay.doctor import preflight
+    from forebay.lengths.report import lines
+    from forebay.lengths.stage import predict_lengths
+    from forebay.run import RunContext
+
+    config = load_profile(profile, set_ or ())
+    planned = config.lengths.assumed is not None
+    if not planned:
+        preflight(config)
+    run = RunContext.create(config)
+    if not planned:
+        prepare_data(run)
+    _print_pairs(lines(run, predict_lengths(run)))
+
+
+@app.command()
+@_guarded
+def schedule(profile: ProfileArgument, set_: SetOption = None) -> None:
+    """Order the prompts of a profile by predicted length, as a run would, and print how even the order is."""
+    import time
+
+    from forebay.config import load_profile
+    from forebay.data.prepare import prepare_data
+    from forebay.doctor import preflight
+    from forebay.lengths.stage import predict_lengths
+    from forebay.run import RunContext
+    from forebay.scheduling.schedule import FILE, lines, make_schedule
+
+    config = load_profile(profile, set_ or ())
+    planned = config.lengths.assumed is not None
+    if not planned:
+        preflight(config)
+    run = RunContext.create(config)
+    if not planned:
+        prepare_data(run)
+    predict_lengths(run)
+    started = time.monotonic()
+    result = make_schedule(run)
+    seconds = time.monotonic() - started
+    _print_pairs([*lines(result), ("made in", f"{seconds:.2f} s"), ("written to", str(run.schedule / FILE))])
+
+
+@app.command()
+@_guarded
+def simulate(
+    profile: ProfileArgument,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate",
+            metavar="RUN",
+            help="Take costs and response lengths from this run (id or folder), and compare with it.",
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Instead of training.steps.", min=3)] = None,
+    set_: SetOption = None,
+) -> None:
+    """Play a profile on virtual engines and a virtual trainer, with the real control code. Starts nothing."""
+    from forebay.config import load_profile
+    from forebay.simulation.calibrate import calibrate as calibrated
+    from forebay.simulation.report import comparison, lines, run_folder
+    from forebay.simulation.run import simulate as play
+    from forebay.simulation.scenario import assumptions, scenario_of
+
+    config, calibration = load_profile(profile, set_ or ()), None
+    if calibrate is not None:
+        with run_folder(calibrate, config.storage) as (folder, target):
+            calibration = calibrated(folder)
+            calibration.save(target)
+    scenario = scenario_of(config, calibration, steps=steps)
+    result = play(scenario)
+    if calibration is not None:
+        _print_table(("", "measured", "simulated", "deviation"), comparison(calibration.measured, result))
+    told = [("assumed", line) for line in assumptions(config, calibration)]
+    _print_pairs([*lines(scenario, result), *told])
+
+
+@app.command()
+@_guarded
 def ledger(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, or its folder (published ones too).")],
     group: Annotated[int | None, typer.Option("--group", metavar="ID", help="Show this one group.")] = None,
@@ -184,6 +267,72 @@ def _print_account(lines: Sequence[Sequence[str]]) -> None:
         table.add_column(name, justify="right")
     for line in lines:
         table.add_row(*line, end_section=line is lines[-2])
+    Console().print(table)
+    Console().print()
+
+
+@app.command()
+@_guarded
+def plan(
+    profile: ProfileArgument,
+    devices: Annotated[int, typer.Option("--devices", metavar="N", help="Devices for engines and trainer together.")],
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots, which stands alone.")
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            "--calibrate", metavar="RUN", help="Take costs and response lengths from this run (id or folder)."
+        ),
+    ] = None,
+    set_: SetOption = None,
+) -> None:
+    """Compare splits of the devices, modes, policies and staleness bounds by simulation, and say which to take."""
+    from forebay.config import load_profile
+    from forebay.simulation.calibrate import calibrate as calibrated
+    from forebay.simulation.plan import make_plan
+    from forebay.simulation.plan_page import COLUMNS, advice, cells, left_out, write_page
+    from forebay.simulation.report import run_folder
+
+    config, calibration = load_profile(profile, set_ or ()), None
+    if calibrate is not None:
+        with run_folder(calibrate, config.storage) as (folder, _):
+            calibration = calibrated(folder)
+    made = make_plan(config, devices, calibration)
+    if page is not None:
+        write_page(made, page)
+    _print_plan(COLUMNS, [(cells(line), line is made.best) for line in made.lines])
+    for text in (left_out(made), advice(made)):
+        if text:
+            typer.echo(f"{text}\n")
+    _print_pairs([("" if number else "taken for granted", line) for number, line in enumerate(made.assumptions)])
+
+
+def _print_plan(columns: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> None:
+    """The row to take is bold."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("mode", "policy", "binds") else "right", no_wrap=True)
+    for row, taken in rows:
+        table.add_row(*row, style="bold" if taken else "")
+    console = Console()
+    console.width = max(console.width, 160)  # never cut
+    console.print(table)
+    console.print()
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns[:1], show_edge=False)
+    for name in columns[1:]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)
     Console().print()
 

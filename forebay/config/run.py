@@ -216,8 +216,8 @@ class RunConfig(Config):
             )
         if algorithm.dual_clip is not None and algorithm.policy_loss != "ppo":
             raise ValueError(
-                f"algorithm.dual_clip bounds the ppo loss, but algorithm.policy_loss is {algorithm.policy_loss}: set it "
-                "to null"
+                "algorithm.dual_clip bounds the ppo loss, but algorithm.policy_loss is "
+                f"{algorithm.policy_loss}: set it to null"
             )
 
     def _check_ports(self) -> None:

@@ -18,7 +18,13 @@ from forebay.control.recorder import Ages
 
 @dataclass(frozen=True)
 class Lengths:
+    predictor: str = "features"
     spearman: float = 0.5
+    kendall: float = 0.4
+    ceiling: float = 0.8
+    share: float = 0.625
+    mae: float = 3.0
+    coverage: float = 0.9
     profiled: int = 8
 
 
