@@ -1,0 +1,380 @@
+"""One virtual engine: continuous batching under a virtual clock that counts decode steps.
+
+All active responses advance together, so one count of steps serves them all: a response that is admitted at step V with
+r tokens left ends at V + r. Between two events the number N of active responses is constant and the KV cache grows by N
+tokens a step, so n steps from a cache of K tokens take exactly
+    sum over i < n of a + b N + c (K + N i) = n (a + b N + c K) + c N n (n - 1) / 2     seconds,
+which is also inverted in closed form. No loop runs over tokens.
+
+Invariants:
+- Everything takes effect between two decode steps, in this order: responses end, the KV cache overflows, new weights
+  come, responses are admitted.
+- `time` is the end of the last step that is accounted for, and of the prefills and pauses after it; it is ahead of the
+  world's clock by no more than those. `due` is when `fire` has to be called next.
+- First in, first out: a response waits until those before it have a slot and KV room; a preempted one goes to the
+  front.
+- Each token belongs to the version that served when it was decoded.
+"""
+
+import bisect
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forebay.control.groups import Group
+from forebay.control.types import EngineLoad, RefreshMode, Sample, VersionSpan
+from forebay.simulation.model import EngineModel
+
+PLACE = 2**32
+"""In `Engine._ends` a response is -(end x PLACE + serial): the next to end is the last, pushing costs a few comparisons
+and popping none, and there is one object for each. So an engine's state stays small enough for the processor's cache,
+which is what many engines are short of."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A group on an engine."""
+
+    group: Group
+    attempt: int
+    samples: list[Sample]
+    """What is known of each response: its prefix, and when it has ended the whole."""
+    unfinished: int
+    prefilled: bool = False
+    """Whether its prompt has been computed here."""
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    """One response on its way."""
+
+    job: Job
+    place: int
+    prompt_tokens: int
+    length: int
+    done: int = 0
+    """Tokens decoded before it was admitted last: computed again then, with the prompt."""
+    spans: tuple[VersionSpan, ...] = ()
+    """Of these."""
+    start: int = field(init=False)
+    """Step at which it was admitted last."""
+    era: int = field(init=False)
+    """Entry of the version history at that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an engine has done so far. Seconds and tokens."""
+
+    filled: float
+    """Slots x seconds with a response in them, also while the engine stands still; padding counts as filled."""
+    idle: float
+    """Without any response."""
+    paused: float
+    """Standing still for new weights, recomputation included."""
+    preempted: int
+    """KV tokens given up since the cache was full."""
+    recomputed: int
+    """Prompt and response tokens computed again, after a refresh or a preemption."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The engine has taken new weights."""
+
+    version: int
+    began: float
+    answered: float
+    """It serves the new version and says so; tokens to compute again are computed afterwards."""
+    tokens_recomputed: int
+    aborted: Sequence[Job]
+    """Groups ended unfinished; `Job.samples` has what there is of them."""
+    tokens_discarded: int
+
+
+class Engine:
+    """See the module's text."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self.model = model
+        self.time = 0.0
+        self.due = math.inf
+        self.swap: Swap | None = None
+        """The refresh that the last `fire` has carried out."""
+        self._clock = 0  # decode steps
+        self._active = 0
+        self._resident = 0  # KV tokens of the active responses
+        self._ahead = 0  # steps from `time` to `due`
+        self._serial = 0
+        self._ends: list[int] = []  # of the running ones, see PLACE
+        self._running: dict[int, Response] = {}  # by serial, the youngest last
+        self._waiting: deque[Response] = deque()
+        self._refresh: tuple[RefreshMode, int] | None = None
+        self._history = [(0, 0, False)]  # (first step, version, whether older KV caches were kept)
+        self._era = 0  # its last entry
+        self._decoded = self._padding = self._prompts = 0  # tokens
+        self._filled = self._idle = self._paused = self._paused_until = 0.0
+        self._preempted = self._recomputed = 0
+        self._a, self._b, self._c = model.a, model.b, model.c
+        self._slots, self._room = model.slots, model.kv_tokens
+        self._bounded = model.kv_tokens != math.inf and not model.padded
+
+    # ---- what the owner does
+
+    def submit(self, now: float, responses: Sequence[Response]) -> None:
+        """New responses, in order, of whole groups; they are looked at at the next boundary."""
+        self._waiting.extend(responses)
+        self._reach(now)
+        self._stop_here()
+
+    def refresh(self, now: float, mode: RefreshMode, version: int) -> None:
+        """Take new weights at the next boundary, with `drain` at the next one without a response."""
+        self._refresh = (mode, version)
+        self._reach(now)
+        self._stop_here()
+
+    def fire(self) -> list[Response]:
+        """Do what is due; returns the responses that have ended, `swap` says whether new weights came."""
+        self._decode(self._ahead, self.due)
+        finished = self._finish()
+        if self._bounded and self._resident + self._active > self._room:
+            self._preempt()
+        self.swap = None
+        if self._refresh is not None and (self._refresh[0] != "drain" or self.is_empty):
+            self.swap = self._take_weights(*self._refresh)
+            self._refresh = None
+        if self._waiting:
+            if self.model.padded:
+                self._admit_padded()
+            else:
+                self._admit()
+        self._plan()
+        return finished
+
+    def account(self, now: float) -> Usage:
+        """What it has done until `now`; the seconds that it is ahead are taken off."""
+        self._reach(now)
+        return Usage(
+            filled=self._filled - self._active * max(self.time - now, 0.0),
+            idle=self._idle,
+            paused=self._paused - max(self._paused_until - now, 0.0),
+            preempted=self._preempted,
+            recomputed=self._recomputed,
+        )
+
+    # ---- what is known
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._active and not self._waiting
+
+    def load(self) -> EngineLoad:
+        """As a client with no delay would see it."""
+        held = [*self._running.values(), *self._waiting]
+        padding = sum(self._clock - r.start - self._advance(r) for r in self._running.values())
+        advanced = sum(map(self._advance, self._running.values()))
+        return EngineLoad(
+            active=len(held),
+            context=sum(response.prompt_tokens + response.done for response in held) + advanced,
+            tokens=self._decoded - self._padding - padding,
+            prompts=self._prompts,
+        )
+
+    # ---- time
+
+    def _reach(self, now: float) -> None:
+        """Go on to the first boundary at or after `now`; it is not beyond `due`."""
+        seconds = now - self.time
+        if seconds <= 0:
+            return
+        if not self._active:
+            self._decode(0, now)
+            return
+        growth = self._c * self._active / 2
+        pace = self._a + self._b * self._active + self._c * self._resident - growth
+        steps = 2 * seconds / (pace + math.sqrt(pace * pace + 4 * growth * seconds))
+        # A boundary that is `now` but for rounding is now.
+        whole = min(math.ceil(steps - 1e-9 * (1 + steps)), self._ahead)
+        self._ahead -= whole
+        self._decode(whole, self.time + self._seconds(whole))
+
+    def _seconds(self, steps: int) -> float:
+        """For so many steps from here, as long as nothing happens."""
+        active, c = self._active, self._c
+        return steps * (self._a + self._b * active + c * (self._resident + active * (steps - 1) / 2))
+
+    def _decode(self, steps: int, until: float) -> None:
+        """So many steps until then; without a response, just wait."""
+        seconds, self.time, active = until - self.time, until, self._active
+        if not active:
+            self._idle += seconds
+            return
+        self._filled += active * seconds
+        if steps:
+            grown = steps * active
+            self._clock += steps
+            self._resident += grown
+            self._decoded += grown
+
+    def _stand(self, seconds: float) -> None:
+        """Nothing is decoded."""
+        self.time += seconds
+        self._filled += self._active * seconds
+
+    def _stop_here(self) -> None:
+        """The next thing happens at this boundary."""
+        self._ahead, self.due = 0, self.time
+
+    def _plan(self) -> None:
+        """What happens next by itself: a response ends, or the KV cache is full."""
+        if not self._ends:
+            self._ahead, self.due = 0, math.inf
+            return
+        ahead = -self._ends[-1] // PLACE - self._clock
+        if self._bounded:
+            ahead = min(ahead, int(self._room - self._resident) // self._active)
+        self._ahead = ahead
+        self.due = self.time + self._seconds(ahead)
+
+    # ---- responses come and go
+
+    def _admit(self) -> None:
+        """From the front, as many as find a slot and KV room."""
+        waiting = self._waiting
+        while waiting and self._active < self._slots:
+            response = waiting[0]
+            if self._bounded and self._active:
+                # Its tokens, and one more of each active response.
+                growth = response.prompt_tokens + response.done + self._active + 1
+                if self._resident + growth > self._room:
+                    break
+            self._start(waiting.popleft(), self._clock + response.length - response.done)
+
+    def _admit_padded(self) -> None:
+        """A static batch, once the one before is done; its whole rectangle has to fit the KV cache."""
+        if self._active:
+            return
+        chosen: list[Response] = []
+        contexts = rest = 0
+        while self._waiting and len(chosen) < self._slots:
+            response = self._waiting[0]
+            longest = max(rest, response.length - response.done)
+            wider = contexts + response.prompt_tokens + response.done
+            if chosen and wider + (len(chosen) + 1) * longest > self._room:
+                break
+            contexts, rest = wider, longest
+            chosen.append(self._waiting.popleft())
+        end = self._clock + rest
+        for response in chosen:
+            self._start(response, end)
+
+    def _start(self, response: Response, end: int) -> None:
+        self._serial = serial = self._serial + 1
+        response.start, response.era = self._clock, self._era
+        self._running[serial] = response
+        bisect.insort(self._ends, -end * PLACE - serial)
+        self._active += 1
+        self._resident += response.prompt_tokens + response.done
+        if response.done or not response.job.prefilled:
+            self._compute(response)
+
+    def _compute(self, response: Response) -> None:
+        """The KV cache of its tokens so far, and of the prompt, unless another response of its group has done that."""
+        computed = response.prompt_tokens + response.done
+        if response.done:
+            self._recomputed += computed
+        else:
+            self._prompts += computed
+        response.job.prefilled = True
+        self._stand(self.model.prefill_s * computed)
+
+    def _finish(self) -> list[Response]:
+        """Take out those whose step has come."""
+        finished, ends, due = list[Response](), self._ends, -(self._clock + 1) * PLACE
+        while ends and ends[-1] > due:
+            response = self._running.pop(-ends.pop() % PLACE)
+            self._leave(response)
+            length = response.length
+            ids = range(length)
+            response.job.samples[response.place] = Sample(ids, ids, self._spans(response, length), "stop")
+            finished.append(response)
+        return finished
+
+    def _leave(self, response: Response) -> None:
+        """Give slot and KV cache up."""
+        steps = self._clock - response.start
+        self._active -= 1
+        self._resident -= response.prompt_tokens + response.done + steps
+        if self.model.padded:
+            self._padding += steps - self._advance(response)
+
+    def _preempt(self) -> None:
+        """The youngest give their KV cache up until the others can go on."""
+        while self._active > 1 and self._resident + self._active > self._room:
+            serial, response = self._running.popitem()
+            end = response.start + response.length - response.done
+            del self._ends[bisect.bisect_left(self._ends, -end * PLACE - serial)]
+            self._leave(response)
+            tokens = response.done + self._advance(response)
+            self._preempted += response.prompt_tokens + tokens
+            response.spans = self._spans(response, tokens)
+            response.done = tokens
+            self._waiting.appendleft(response)
+
+    def _advance(self, response: Response) -> int:
+        """Tokens of a running response since its admission; a padded one gets no more than its length."""
+        return min(self._clock - response.start, response.length - response.done)
+
+    # ---- versions
+
+    def _take_weights(self, mode: RefreshMode, version: int) -> Swap:
+        began, discarded, recomputed = self.time, 0, 0
+        aborted: Sequence[Job] = ()
+        if mode == "abort":
+            aborted, discarded = self._abort()
+        self._history.append((self._clock, version, mode == "in_place"))
+        self._era += 1
+        self._stand(self.model.pause_s)
+        answered = self.time
+        if mode == "retract":
+            recomputed = self._resident
+            self._recomputed += recomputed
+            self._stand(self.model.prefill_s * recomputed)
+        self._paused += self.time - began
+        self._paused_until = self.time
+        return Swap(version, began, answered, recomputed, aborted, discarded)
+
+    def _abort(self) -> tuple[Sequence[Job], int]:
+        """(groups that are here, response tokens of all their responses); the engine is empty then."""
+        held = [*self._running.values(), *self._waiting]
+        for response in self._running.values():
+            tokens = response.done + self._advance(response)
+            self._padding += self._clock - response.start - self._advance(response)
+            response.spans = self._spans(response, tokens)
+            response.done = tokens
+        for response in held:
+            ids = range(response.done)
+            response.job.samples[response.place] = Sample(ids, ids, response.spans, None)
+        jobs = {id(response.job): response.job for response in held}
+        self._ends.clear()
+        self._running.clear()
+        self._waiting.clear()
+        self._active = self._resident = 0
+        return list(jobs.values()), sum(len(sample.ids) for job in jobs.values() for sample in job.samples)
+
+    def _spans(self, response: Response, tokens: int) -> tuple[VersionSpan, ...]:
+        """Of the first tokens of a running response."""
+        history, era, begin, spans, kept = self._history, response.era, response.done, response.spans, False
+        shift, version = begin - response.start, history[era][1]
+        if spans and spans[-1].version == version and not spans[-1].stale_cache:
+            begin, spans = spans[-1].start, spans[:-1]  # it goes on where it was interrupted
+        for first, newer, keeps in history[era + 1 :]:
+            end = first + shift
+            if end >= tokens:
+                break
+            if end > begin:
+                spans += (VersionSpan(version, begin, end, kept),)
+                begin = end
+            version, kept = newer, keeps
+        return (*spans, VersionSpan(version, begin, tokens, kept)) if begin < tokens else spans
