@@ -44,6 +44,10 @@ class PreparedData:
 def prepare_data(run: RunContext, on_progress: "OnProgress | None" = None) -> PreparedData:
     """Make or read the prompts, make or find the start model, write `run.data`. Raises `UserError`."""
     config = run.config
+    if config.lengths.assumed is not None:
+        raise UserError(
+            "lengths.assumed is for `forebay schedule`, `simulate` and `plan` only: remove it from the profile to run it"
+        )
     load_reward(config.reward.name)  # a wrong name is better found now than after the engines have started
     if config.model.path == MAZE_TINY and config.data.source != MAZE:
         raise UserError(f"model.path {MAZE_TINY} reads only data.source {MAZE}; for other data set another model.path")

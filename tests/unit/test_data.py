@@ -368,3 +368,9 @@ def test_the_profile_of_smollm2_asks_for_no_more_sums_than_there_are() -> None:
 
 def test_the_builtin_vocabulary_fits_the_default_model() -> None:
     assert len(SPECIALS) + len(vocabulary(6)) == 102
+
+
+def test_a_profile_with_assumed_lengths_is_no_run(tmp_path: Path) -> None:
+    run = RunContext.create(load_profile("profiles/synthetic_1m.yaml", [f"storage.scratch={tmp_path}"]))
+    with pytest.raises(UserError, match=r"lengths\.assumed is for .* remove it from the profile"):
+        prepare_data(run)
