@@ -46,7 +46,7 @@ def prepare_data(run: RunContext, on_progress: "OnProgress | None" = None) -> Pr
     config = run.config
     if config.lengths.assumed is not None:
         raise UserError(
-            "lengths.assumed is for `forebay schedule`, `simulate` and `plan` only: remove it from the profile to run it"
+            "lengths.assumed is for `forebay schedule`, `simulate` and `plan`: remove it from the profile to run it"
         )
     load_reward(config.reward.name)  # a wrong name is better found now than after the engines have started
     if config.model.path == MAZE_TINY and config.data.source != MAZE:
