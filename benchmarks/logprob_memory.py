@@ -94,7 +94,7 @@ def measure(method: str, tokens: int, vocabulary: int, width: int, dtype: str, t
 
     def both_passes(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
         if method == "ours":
-            from forebay.training.logprobs import token_logprobs
+            from forebay.training.token_logprobs import token_logprobs
 
             logprobs, _ = token_logprobs(hidden, weight, None, targets)
         else:

@@ -61,7 +61,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     for ax in axes:
         ax.set_xlabel("rank correlation of the predictor", fontsize=9)
         ax.set_ylim(0)
-    axes[0].legend(fontsize=7, frameon=False, ncols=2)
+    axes[0].legend(fontsize=7, frameon=False, loc="upper right")
     axes[0].set_ylim(0, 6)
     save(figure, "predictors")
 

@@ -142,7 +142,7 @@ class RunConfig(Config):
                 f"schedule.window ({schedule.window}) holds no minibatch of schedule.minibatch_prompts "
                 f"({schedule.minibatch_prompts}): raise it"
             )
-        first = schedule.policy == "longest_first" or (schedule.policy == "auto" and mode != "fully_async")
+        first = schedule.policy == "longest_first" or (schedule.policy == "auto" and mode == "sync")
         if schedule.minibatch_barrier and first:
             raise ValueError(
                 "schedule.minibatch_barrier keeps an engine to one minibatch, but longest_first (schedule.policy, or "

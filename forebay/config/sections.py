@@ -151,8 +151,8 @@ class ScheduleConfig(Config):
     policy: Literal["auto", "fifo", "asp", "balanced", "longest_first"] = "auto"
     """`fifo`: random order. `asp`: minibatches of like length in balanced batch groups, as published. `balanced`:
     minibatches that mix long and short prompts to equal load, reordered within `window` prompts. `longest_first`:
-    every batch starts with its longest prompts, one by one. `auto`: `longest_first` where the mode has a barrier
-    (`sync`, `one_step_off`), `balanced` in `fully_async`."""
+    every batch starts with its longest prompts, one by one. `auto`: `longest_first` in `sync`, where all wait for the
+    last response, else `balanced`."""
     objective: Literal["utilisation", "padded_area"] = "utilisation"
     """`asp`: what the partition into minibatches optimises: the mean share of real tokens in padded minibatches, or
     the padded area."""

@@ -99,8 +99,10 @@ class Controller:
 
     def next_dispatch(self) -> Dispatch | None:
         """Prompts for the engine with the least left to do, or None if no rule lets one start."""
+        if not self._pool.any_free:
+            return None
         room = self._room()
-        if (room < 1 and not self._retries) or not self._pool.any_free:
+        if room < 1 and not self._retries:
             return None
         for key in self._pool.free():
             groups = self._redispatch(key) or (self._admit(key, room) if room >= 1 else ())

@@ -206,8 +206,10 @@ class EnginePool:
 
     def next_refresh(self) -> int | None:
         """The engine to refresh next; a part at a time, so that never all of them stop, unless the rules say all."""
+        if not self._behind:
+            return None
         most = len(self.engines) if self._rules.refresh_all else max(int(len(self.engines) * ROLLING_SHARE), 1)
-        if not self._behind or self._refreshing >= most:
+        if self._refreshing >= most:
             return None
         behind = min(self._old(), default=None)
         if behind is None:

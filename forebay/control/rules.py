@@ -7,9 +7,9 @@ from typing import Literal
 from forebay.config import RunConfig
 from forebay.control.types import RefreshMode
 
-STARVED_SHARE = 0.005
+STARVED_SHARE = 0.0
 """A trainer that waited for more than this share of its time starves."""
-FULL = 0.97
+FULL = 0.975
 """Engines with this share of their slots taken have nothing to gain from more groups."""
 MOST_RAISED, RAISED_PER_SHARE, LOWERED = 0.15, 2.0, 0.02
 """Batches by which automatic credits change in a step: up by twice the share waited, since starving costs throughput

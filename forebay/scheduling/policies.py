@@ -54,11 +54,11 @@ class Order:
 
 
 def resolve(policy: Literal["auto", "fifo", "asp", "balanced", "longest_first"], mode: Mode) -> Policy:
-    """The policy that `auto` means: where all wait for a batch's last response, the longest go first; where nobody
-    waits, order gains no speed and an even load keeps the queue steady."""
+    """The policy that `auto` means: where all wait for a batch's last response, the longest go first; where the next
+    batch is on its way or nobody waits, an even load is what helps (`docs/async.md` has the study)."""
     if policy != "auto":
         return policy
-    return "balanced" if mode == "fully_async" else "longest_first"
+    return "longest_first" if mode == "sync" else "balanced"
 
 
 def order_prompts(

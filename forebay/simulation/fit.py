@@ -14,7 +14,7 @@ Costs are not negative. If a run hardly varied the number of active responses, a
 fit holds near that N, not far from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -162,7 +162,7 @@ def _life_rows(lives: Lives, halts: _Halts) -> Array:
     return np.array(rows).reshape(-1, 6)
 
 
-def _progress(lives: Lives, steps: Array):  # type: ignore[no-untyped-def]
+def _progress(lives: Lives, steps: Array) -> tuple[Callable[[float], float], Callable[[float], float]]:
     """(tokens decoded until a moment, integral of the context over time until then), as functions of the moment.
 
     A group's responses go on at its even pace, steps / life, until each has its length; so both rates are straight
@@ -185,7 +185,10 @@ def _progress(lives: Lives, steps: Array):  # type: ignore[no-untyped-def]
     tokens = np.concatenate([[0.0], np.cumsum(rate[:-1] * lasting)])
     middle = (moments[1:] + moments[:-1]) / 2
     context = np.concatenate([[0.0], np.cumsum((base[:-1] + rate[:-1] * middle) * lasting)])
-    return lambda moment: np.interp(moment, moments, tokens), lambda moment: np.interp(moment, moments, context)
+    return (
+        lambda moment: float(np.interp(moment, moments, tokens)),
+        lambda moment: float(np.interp(moment, moments, context)),
+    )
 
 
 def _are_windows_good(lives: Sequence[Lives], observed: Sequence[Record], slots: int) -> bool:

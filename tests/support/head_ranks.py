@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from forebay.training import logprobs
+from forebay.training import token_logprobs
 from forebay.training.distributed import Ranks
 from forebay.training.logprobs import LogprobHead
 
@@ -116,7 +116,7 @@ def fsdp2(tied: bool, ranks: Ranks) -> tuple[dict[str, Tensor], bool]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    logprobs.CPU_TILE = 100
+    token_logprobs.CPU_TILE = 100
     ranks = Ranks.join(60)
     report = {}
     for tied in (True, False):

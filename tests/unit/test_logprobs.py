@@ -22,10 +22,11 @@ from transformers import (
 )
 
 from forebay.errors import UserError
-from forebay.training import logprobs
+from forebay.training import token_logprobs as kernel
 from forebay.training.attention import packed_attention
-from forebay.training.logprobs import PolicyModel, token_logprobs
+from forebay.training.logprobs import PolicyModel
 from forebay.training.packing import TrainSequence, pack
+from forebay.training.token_logprobs import token_logprobs
 from tests.support.tiny_lm import VOCABULARY, make_start_model
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -253,9 +254,9 @@ def test_packed_equals_one_by_one(folder: Path, temperature: float) -> None:
     assert (entropy - expected_entropy).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("tile", [logprobs.CPU_TILE, 700])
+@pytest.mark.parametrize("tile", [kernel.CPU_TILE, 700])
 def test_gradients_equal_one_by_one_also_in_tiles(folder: Path, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CPU_TILE", tile)
+    monkeypatch.setattr(kernel, "CPU_TILE", tile)
     reference, policy = plain(folder), PolicyModel(plain(folder), 1.0).train()
     weights = torch.linspace(-1, 1, sum(len(s.ids) for s in sequences()))
     (one_by_one(reference, sequences(), 1.0)[0] * weights).sum().backward()

@@ -82,7 +82,7 @@ def test_the_seed_decides_and_nothing_else_does(policy):
 
 
 def test_auto_means_length_order_behind_a_barrier_and_even_load_without_one():
-    assert [resolve("auto", mode) for mode in MODES] == ["longest_first", "longest_first", "balanced"]
+    assert [resolve("auto", mode) for mode in MODES] == ["longest_first", "balanced", "balanced"]
     assert [resolve(policy, mode) for policy in POLICIES for mode in MODES] == [p for p in POLICIES for _ in MODES]
 
 

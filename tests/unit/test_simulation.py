@@ -284,7 +284,7 @@ def test_bound_is_the_formula_of_the_study():
 
 
 @pytest.mark.parametrize("regime", [0.5, 1.0, 1.5])
-def test_a_streaming_run_with_automatic_credits_comes_within_two_percent_of_its_bound(regime):
+def test_a_streaming_run_with_default_credits_comes_within_two_percent_of_its_bound(regime):
     """In the three regimes: rollout-bound, balanced, train-bound."""
     workload = lognormal(2000, 8, AssumedLengthsConfig(median=300), 2000, 0)
     scenario = make_scenario(
@@ -293,7 +293,7 @@ def test_a_streaming_run_with_automatic_credits_comes_within_two_percent_of_its_
             batch_groups=64,
             group_size=8,
             max_staleness=8,
-            work_in_progress=None,
+            work_in_progress=2.0,
             max_concurrent_samples=64,
             max_new_tokens=2000,
             refresh="in_place",
