@@ -119,7 +119,8 @@ class LengthsConfig(Config):
     """Profiling and prediction of response lengths."""
 
     predictor: Literal["features", "hidden_state", "length_lm", "history"] = "features"
-    """`features`: gradient boosting on cheap features of the prompt. `hidden_state`: ridge regression on the start
+    """`features`: gradient boosting on cheap features of the prompt, and on its greedy response where asking for all of
+    these costs no more than the profile. `hidden_state`: ridge regression on the start
     model's last hidden state of the prompt. `length_lm`: a causal LM with a regression head, fine-tuned.
     `history`: the mean of the prompt's own lengths in an earlier run, `fallback` for the others."""
     fallback: Literal["features", "hidden_state", "length_lm"] = "features"
