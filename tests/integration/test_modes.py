@@ -41,7 +41,7 @@ STEPS, BATCH, GROUP = 4, 4, 8
 TOLERANCE = 1e-3
 SETTINGS: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
-    "one_step_off": {"mode": "one_step_off"},
+    "one_step_off": {"mode": "one_step_off", "schedule": {"policy": "longest_first"}},
     "fully_async": {"mode": "fully_async", "control": {"max_staleness": 2}},
     "no_staleness": {
         "mode": "fully_async",
@@ -74,7 +74,7 @@ def make_run(folder: Path, settings: dict[str, Any], **generation: Any) -> RunCo
         "mode": settings["mode"],
         "model": {"max_model_len": 256, "warm_start": {"steps": 150}},
         "data": {"train_prompts": 64, "validation_prompts": 8, "test_prompts": 8, "maze": {"sizes": {3: 1.0}}},
-        "schedule": {"minibatch_prompts": 2},
+        "schedule": {"minibatch_prompts": 2, **settings.get("schedule", {})},
         "generation": {"group_size": GROUP, "max_new_tokens": 64, "kv_cache": "64M", **generation},
         "control": {"batch_groups": BATCH, **settings.get("control", {})},
         "training": {"steps": STEPS, "learning_rate": 3e-3, "warmup_steps": 0, **settings.get("training", {})},

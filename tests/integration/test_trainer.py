@@ -48,6 +48,7 @@ def make_run(folder: Path, *, dtype: str = "float32", scaling: str = "none", **t
         "control": {"sync_every": SYNC_EVERY, "learning_rate_scaling": scaling},
         "storage": {"scratch": str(folder)},
         "training": defaults | training,
+        "algorithm": {"mismatch_alarm": 10.0},  # these batches come from no engine
     }
     run = RunContext.create(parse_config(values, "test"))
     make_start_model(run.start_model)
