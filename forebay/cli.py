@@ -9,12 +9,15 @@ Invariants:
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
 from forebay import __version__
 from forebay.errors import ForebayError
+
+if TYPE_CHECKING:
+    from forebay.run import RunContext
 
 INTERRUPTED = 130
 OWN_PACKAGES = ("", "forebay", "flows", "tasks")
@@ -142,21 +145,27 @@ def config(profile: ProfileArgument, set_: SetOption = None) -> None:
 @_guarded
 def lengths(profile: ProfileArgument, set_: SetOption = None) -> None:
     """Profile response lengths, fit the predictor and print how well lengths can be told before a run."""
+    from forebay.lengths.report import lines
+    from forebay.lengths.stage import predict_lengths
+
+    run = _prepared(profile, set_)
+    _print_pairs(lines(run, predict_lengths(run)))
+
+
+def _prepared(profile: Path, set_: list[str] | None) -> "RunContext":
+    """A fresh run with its data; assumed lengths need none."""
     from forebay.config import load_profile
     from forebay.data.prepare import prepare_data
     from forebay.doctor import preflight
-    from forebay.lengths.report import lines
-    from forebay.lengths.stage import predict_lengths
     from forebay.run import RunContext
 
     config = load_profile(profile, set_ or ())
-    planned = config.lengths.assumed is not None
-    if not planned:
-        preflight(config)
+    if config.lengths.assumed is not None:
+        return RunContext.create(config)
+    preflight(config)
     run = RunContext.create(config)
-    if not planned:
-        prepare_data(run)
-    _print_pairs(lines(run, predict_lengths(run)))
+    prepare_data(run)
+    return run
 
 
 @app.command()
@@ -165,20 +174,10 @@ def schedule(profile: ProfileArgument, set_: SetOption = None) -> None:
     """Order the prompts of a profile by predicted length, as a run would, and print how even the order is."""
     import time
 
-    from forebay.config import load_profile
-    from forebay.data.prepare import prepare_data
-    from forebay.doctor import preflight
     from forebay.lengths.stage import predict_lengths
-    from forebay.run import RunContext
     from forebay.scheduling.schedule import FILE, lines, make_schedule
 
-    config = load_profile(profile, set_ or ())
-    planned = config.lengths.assumed is not None
-    if not planned:
-        preflight(config)
-    run = RunContext.create(config)
-    if not planned:
-        prepare_data(run)
+    run = _prepared(profile, set_)
     predict_lengths(run)
     started = time.monotonic()
     result = make_schedule(run)
