@@ -31,6 +31,7 @@ from forebay.launch.processes import spawn
 from forebay.rewards.pool import RewardPool
 from forebay.run import RunContext
 from forebay.scheduling.schedule import FILE, read_schedule
+from forebay.telemetry.learning import learning_of
 from forebay.training.launch import trainer_command
 
 WATCH_S = 0.2
@@ -70,6 +71,8 @@ class TrainResult:
     """Response tokens that were generated and thrown away: aborted, stale, or of engines that died."""
     engine_restarts: int
     trainer_restarts: int
+    learning: dict[str, Any]
+    """See `learning_of`."""
 
 
 def train(run: RunContext, on_progress: Callable[[dict[str, Any]], None]) -> TrainResult:
@@ -95,7 +98,7 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
         except ForebayError as error:
             raise await _ended_early(error, unit, trainer) from None
         await trainer.finish()
-        return _result(unit, recorder, trainer.restarts)
+        return _result(unit, recorder, trainer.restarts, learning_of(config, recorder.steps))
 
 
 async def _ended_early(error: ForebayError, unit: ControlUnit, trainer: "Trainer") -> ForebayError:
@@ -229,7 +232,7 @@ class Trainer:
         self._process = spawn("trainer", argv, env=env, log=self._run.logs / "trainer.log", cores=self._cores)
 
 
-def _result(unit: ControlUnit, recorder: Recorder, trainer_restarts: int) -> TrainResult:
+def _result(unit: ControlUnit, recorder: Recorder, trainer_restarts: int, learning: dict[str, Any]) -> TrainResult:
     controller = unit.controller
     steady = recorder.steps[WARM_UP_STEPS:] or recorder.steps
     first, last = recorder.steps[0], recorder.steps[-1]
@@ -254,4 +257,5 @@ def _result(unit: ControlUnit, recorder: Recorder, trainer_restarts: int) -> Tra
         tokens_discarded=controller.tokens_discarded,
         engine_restarts=unit.engine_restarts,
         trainer_restarts=trainer_restarts,
+        learning=learning,
     )

@@ -1,6 +1,6 @@
 """The configuration of a run. Imports no torch, no vLLM, no Prefect (a test sees to that)."""
 
-from forebay.config.algorithm import AlgorithmConfig
+from forebay.config.algorithm import AlgorithmConfig, CriticConfig
 from forebay.config.loading import load_profile, parse_config
 from forebay.config.run import Mode, RunConfig
 from forebay.config.sections import (
@@ -24,6 +24,7 @@ __all__ = [
     "AlgorithmConfig",
     "ColumnsConfig",
     "ControlConfig",
+    "CriticConfig",
     "DataConfig",
     "EvaluationConfig",
     "GenerationConfig",

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forebay.config.algorithm import AlgorithmConfig
+from forebay.config.algorithm import AlgorithmConfig, CriticConfig
 from forebay.config.base import Config
 from forebay.config.sections import (
     ControlConfig,
@@ -44,6 +44,7 @@ class RunConfig(Config):
     generation: GenerationConfig = GenerationConfig()
     control: ControlConfig = ControlConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     storage: StorageConfig = StorageConfig()
@@ -86,8 +87,11 @@ class RunConfig(Config):
     @property
     def _whole_batches(self) -> str:
         """The setting, if any, that needs the whole batch before its first gradient."""
-        if self.algorithm.advantage == "reinforce_baseline":
-            return "algorithm.advantage reinforce_baseline"
+        if self.algorithm.advantage in ("reinforce_baseline", "gae"):
+            return f"algorithm.advantage {self.algorithm.advantage}"
+        for name in ("updates_per_batch", "mini_batches"):
+            if (count := getattr(self.training, name)) > 1:
+                return f"training.{name} {count}"
         return "algorithm.kl reward" if self.algorithm.kl == "reward" else ""
 
     @property
@@ -213,6 +217,17 @@ class RunConfig(Config):
             raise ValueError(
                 f"{self._whole_batches} needs the whole batch before its first gradient, but training.streaming takes "
                 "groups as they come: set training.streaming=false"
+            )
+        if self.generation.group_size == 1 and (algorithm.advantage != "gae" or self.control.dynamic_sampling):
+            name = "control.dynamic_sampling" if algorithm.advantage == "gae" else f"advantage {algorithm.advantage}"
+            raise ValueError(
+                f"{name} compares the responses of a group, but generation.group_size is 1: set it to 2 or more, or "
+                "algorithm.advantage=gae and control.dynamic_sampling=false"
+            )
+        if algorithm.advantage == "gae" and self.critic.warmup_steps >= self.training.steps:
+            raise ValueError(
+                f"critic.warmup_steps ({self.critic.warmup_steps}) leaves no step of training.steps "
+                f"({self.training.steps}) to the policy: lower it"
             )
         if algorithm.dual_clip is not None and algorithm.policy_loss != "ppo":
             raise ValueError(

@@ -182,8 +182,8 @@ class GenerationConfig(Config):
 
     engines: Positive = 1
     """vLLM servers (Generation Units)."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Responses for each prompt."""
+    group_size: Positive = 8
+    """Responses for each prompt; 1 only with `algorithm.advantage: gae`, which compares no responses."""
     max_new_tokens: Positive = 128
     """Response budget in tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -264,7 +264,8 @@ class ControlConfig(Config):
     """What happens to a group that is too old to train: gone, or generated afresh, at the front."""
     dynamic_sampling: bool = False
     """True: a group whose rewards are all equal is replaced, so that each step trains `batch_groups` groups.
-    False: it keeps its place in the batch and adds nothing to the loss."""
+    False: it keeps its place in the batch and adds nothing to the loss; with `algorithm.advantage: gae` it is trained
+    like any other."""
     stall_timeout_s: Seconds = 300.0
     """Without any progress for so long the run stops and names what it waited for."""
     port: Port = 0
@@ -275,7 +276,12 @@ class TrainingConfig(Config):
     """The trainer."""
 
     steps: Positive = 60
-    """Optimizer steps."""
+    """Optimizer steps; with several updates for each batch: batches trained."""
+    updates_per_batch: Positive = 1
+    """How often each batch is gone through (PPO epochs). More than one update for a batch: the trainer's own log-probs
+    of before the first one are what `algorithm.correction` calls the trainer's."""
+    mini_batches: Positive = 1
+    """Random parts that a batch is cut into each time, with an update for each of them."""
     ranks: Positive = 1
     """Processes (torchrun)."""
     backend: Literal["deepspeed", "fsdp2"] = "deepspeed"

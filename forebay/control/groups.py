@@ -31,6 +31,8 @@ class Group:
     prompt: Prompt
     size: int
     stage: Stage
+    alike_teaches: bool = False
+    """It is trained whether its rewards differ or not."""
     engine: int | None = None
     attempts: int = 0
     late: int = 0
@@ -79,8 +81,8 @@ class Group:
 
     @property
     def teaches(self) -> bool:
-        """Whether its rewards differ, so that it has an advantage."""
-        return max(self.rewards) - min(self.rewards) > REWARD_SPREAD
+        """Whether it has advantages: its rewards differ, or need not."""
+        return self.alike_teaches or max(self.rewards) - min(self.rewards) > REWARD_SPREAD
 
 
 @dataclass(frozen=True, slots=True)

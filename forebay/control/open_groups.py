@@ -31,7 +31,8 @@ class OpenGroups:
         return self._stages[stage]
 
     def admit(self, prompt: Prompt) -> Group:
-        group = Group(self.ledger.admitted, prompt, self._rules.group_size, Stage.WAITING)
+        rules = self._rules
+        group = Group(self.ledger.admitted, prompt, rules.group_size, Stage.WAITING, rules.alike_teaches)
         self.ledger.admit(group.group_id)
         self.by_id[group.group_id] = group
         self._stages[Stage.WAITING] += 1

@@ -50,6 +50,8 @@ class Rules:
     """Most filtered groups for each slot of one batch under `dynamic_sampling`."""
     stale: Literal["drop", "retry"] = "drop"
     dynamic_sampling: bool = False
+    alike_teaches: bool = False
+    """A group whose rewards are all equal is trained like any other."""
     require_batches: int = 1
     """Batches that must be queued before the first of them is trained."""
     refresh: RefreshMode = "retract"
@@ -104,6 +106,7 @@ def rules_of(config: RunConfig) -> Rules:
         max_refills=config.control.max_refills,
         stale=config.control.stale,
         dynamic_sampling=config.control.dynamic_sampling,
+        alike_teaches=config.algorithm.advantage == "gae" and not config.control.dynamic_sampling,
         refresh=config.control.refresh,
         refresh_all=config.refresh_all,
         wait_for_oldest=config.mode == "one_step_off",

@@ -30,6 +30,7 @@ TOY_NOTE = (
     "removes it. This shows that the machinery works, and nothing about other tasks or models."
 )
 
+_CRITIC = ("value_loss", "explained_variance", "explained_variance_last")
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _BLUE, _LIGHT_BLUE, _ORANGE, _GREEN, _GREY, _RED = "#1f6fb2", "#a9cbe8", "#e08a1e", "#2f9e6e", "#b8c0c8", "#b3261e"
 
@@ -100,10 +101,26 @@ def _key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("staleness of a token, mean", _number(_part(staleness, "tokens").get("mean"), 2)),
         ("weight refresh", _refresh_text(_part(summary, "refresh"))),
         ("restarts, engines / trainer", _restarts_text(summary)),
+        *_learning_numbers(_part(summary, "learning")),
         ("groups", ", ".join(f"{count} {fate}" for fate, count in fates.items()) or None),
         ("rank correlation of predicted lengths", _number(_part(summary, "lengths").get("spearman"), 2)),
     ]
     return [(name, text) for name, text in numbers if text is not None]
+
+
+def _learning_numbers(learning: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    mismatch, corrected, critic = (_part(learning, name) for name in ("mismatch", "corrected", "critic"))
+    names = [learning.get(name) for name in ("advantage", "policy_loss", "correction")]
+    return [
+        ("advantage, policy loss, correction", ", ".join(map(str, names)) if learning else None),
+        ("tokens at the clip", _percent(learning.get("clip_fraction"), 2)),
+        ("correction: tokens clipped / masked / rejected", _joined(corrected, ("clipped", "masked", "rejected"))),
+        ("engine and trainer log-probs apart, mean / largest", _joined(mismatch, ("mean_abs", "max_abs"))),
+        ("KL between them by k1 / by k3 / perplexity ratio", _joined(mismatch, ("kl_k1", "kl_k3", "perplexity_ratio"))),
+        ("effective sample size", _percent(mismatch.get("effective_sample_size"), 1)),
+        ("steps with an alarm", _number(mismatch.get("alarms"), 0)),
+        ("critic: value loss, explained variance / at the end", _joined(critic, _CRITIC)),
+    ]
 
 
 def _refresh_text(refresh: Mapping[str, Any]) -> str | None:

@@ -38,6 +38,7 @@ KEYS = (
     "refresh",
     "engines",
     "trainer",
+    "learning",
     "fates",
     "tokens_per_s",
     "lengths",
@@ -77,6 +78,7 @@ def build_summary(
         "refresh": _refresh(run, trained),
         "engines": {"restarts": trained.engine_restarts},
         "trainer": {"restarts": trained.trainer_restarts},
+        "learning": trained.learning,
         "fates": {str(fate): count for fate, count in trained.fates.items()},
         "tokens_per_s": _finite(trained.tokens_per_s),
         "lengths": {

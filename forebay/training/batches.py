@@ -8,16 +8,19 @@ Invariants:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgpack
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from forebay.config import AlgorithmConfig
 from forebay.errors import RunError
 from forebay.training.algorithms.advantages import Moments, group_advantages
+from forebay.training.algorithms.gae import gae, token_rewards
 from forebay.training.algorithms.overlong import overlong_penalty
 from forebay.training.packing import TrainSequence
 
@@ -49,6 +52,19 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
+class Before:
+    """What the models say of a chunk's response tokens before the step: (N,) float32, in the order of the sequences,
+    the same on all ranks; zeros where nothing was asked."""
+
+    logprobs: NDArray[np.float32]
+    """The policy's."""
+    penalties: NDArray[np.float32]
+    """What the distance from the reference adds to a token's reward."""
+    values: NDArray[np.float32]
+    """The critic's."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Groups of one optimizer step, of all ranks together: the whole batch, or what there is of it yet."""
 
@@ -65,18 +81,48 @@ class Chunk:
     places: tuple[tuple[int, int], ...]
     """Of each sequence: which response of which group it is."""
 
-    def taught(self, algorithm: AlgorithmConfig, penalties: Sequence[float] | None = None) -> tuple[TrainSequence, ...]:
-        """The sequences with their advantages. `penalties`: for each sequence, to be added to its reward."""
+    def taught(self, algorithm: AlgorithmConfig, before: Before | None = None) -> list[TrainSequence]:
+        """The sequences with all that is learnt from them; `before` where the algorithm asks for more than rewards."""
+        if not self.sequences:
+            return []
+        if before is None:
+            return self._by_groups(algorithm, [0.0] * len(self.sequences))
+        if algorithm.advantage == "gae":
+            taught = self._by_critic(algorithm, before)
+        else:
+            penalties = self._split(before.penalties)
+            taught = self._by_groups(algorithm, [float(tokens.sum(dtype=np.float64)) for tokens in penalties])
+        return [replace(s, proximal=p) for s, p in zip(taught, self._split(before.logprobs), strict=True)]
+
+    def _by_groups(self, algorithm: AlgorithmConfig, penalties: list[float]) -> list[TrainSequence]:
+        """`penalties`: for each sequence, to be added to its reward."""
+        assert algorithm.advantage != "gae", "a critic's values are in Before"
         rewards = [np.array(group) for group in self.rewards]
-        for (group, member), penalty in zip(self.places, penalties or (), strict=False):
+        for (group, member), penalty in zip(self.places, penalties, strict=True):
             rewards[group][member] += penalty
         advantages = [group_advantages(group.tolist(), algorithm.advantage) for group in rewards]
         values = np.array([advantages[group][member] for group, member in self.places])
         if algorithm.advantage == "reinforce_baseline":
             values = Moments.of(values, [len(s.ids) for s in self.sequences]).whiten(values)
-        return tuple(
-            replace(sequence, advantage=float(value)) for sequence, value in zip(self.sequences, values, strict=True)
+        return [replace(s, advantage=float(value)) for s, value in zip(self.sequences, values, strict=True)]
+
+    def _by_critic(self, algorithm: AlgorithmConfig, before: Before) -> list[TrainSequence]:
+        """PPO: a response's reward comes with its last token, penalties with each; in float64."""
+        lengths = torch.tensor([len(s.ids) for s in self.sequences])
+        outcomes = torch.tensor([self.rewards[group][member] for group, member in self.places], dtype=torch.float64)
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        mask = torch.ones_like(sequence, dtype=torch.bool)
+        penalties, values = (torch.from_numpy(x).double() for x in (before.penalties, before.values))
+        rewards = token_rewards(outcomes.repeat_interleave(lengths), sequence, mask, penalties)
+        found, returns = (
+            x.numpy() for x in gae(rewards, values, sequence, mask, algorithm.gamma, algorithm.gae_lambda)
         )
+        parts = (self._split(x) for x in (Moments.of(found).whiten(found), before.values, returns))
+        return [replace(s, advantage=a, values=v, returns=r) for s, a, v, r in zip(self.sequences, *parts, strict=True)]
+
+    def _split(self, tokens: NDArray[Any]) -> list[NDArray[Any]]:
+        """(N,) -> for each sequence its part."""
+        return np.split(tokens, np.cumsum([len(s.ids) for s in self.sequences])[:-1])
 
 
 def decode_chunk(body: bytes, algorithm: AlgorithmConfig, budget: int) -> Chunk:

@@ -5,16 +5,19 @@ Invariants:
   their parts. So beside rank 0's CPU no rank holds more of it than it keeps (and a parameter or a layer on its way).
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from forebay.config import RunConfig
 from forebay.errors import RunError, UserError
 from forebay.run import RunContext
 from forebay.training.backend import Backend
+from forebay.training.critic import Critic, ValueModel
 from forebay.training.distributed import Ranks
 from forebay.training.learner import Learner
 from forebay.training.logprobs import PolicyModel
@@ -32,19 +35,26 @@ class TrainEngine(Learner):
         torch.manual_seed(run.config.seed + ranks.rank)
         policy = load_policy(run, ranks)
         reference = _reference(run, ranks) if run.config.algorithm.kl != "none" else None
-        super().__init__(run.config, ranks, policy.lm, _backend(run, ranks, policy), reference)
+        critic = None
+        if run.config.algorithm.advantage == "gae":
+            module = load_critic(run, ranks, policy)
+            critic = Critic(_backend(run.config, ranks, module), ranks, run.config.critic.clip)
+        super().__init__(run.config, ranks, policy.lm, _backend(run.config, ranks, policy), reference, critic)
+        if ranks.rank == 0:
+            a = run.config.algorithm
+            print(f"trainer: {a.advantage}, {a.policy_loss} loss, correction {a.active_correction}", flush=True)
 
 
-def load_policy(run: RunContext, ranks: Ranks) -> PolicyModel:
-    """The start model, ready for a backend: on rank 0 with its weights, on the other ranks on the meta device. Raises
-    `RunError` if there is none, `UserError` if it cannot be trained here."""
-    config = run.config
+def load_policy(run: RunContext, ranks: Ranks, folder: Path | None = None) -> PolicyModel:
+    """The start model, or that of a folder, ready for a backend: on rank 0 with its weights, on the other ranks on the
+    meta device. Raises `RunError` if there is none, `UserError` if it cannot be trained here."""
+    config, folder = run.config, folder or run.start_model
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     _quiet_transformers()
     try:
-        lm = _read(run, dtype) if ranks.rank == 0 else _outline(run, dtype)
+        lm = _read(folder, dtype) if ranks.rank == 0 else _outline(folder, dtype)
     except (OSError, ValueError) as error:
-        raise RunError(f"{run.start_model} cannot be loaded ({' '.join(str(error).split())})") from None
+        raise RunError(f"{folder} cannot be loaded ({' '.join(str(error).split())})") from None
     if ranks.rank == 0:
         policy = _checked(lm.to(_whole_on(run, ranks)), config.generation.temperature, dtype)  # type: ignore[arg-type]
     else:
@@ -55,19 +65,29 @@ def load_policy(run: RunContext, ranks: Ranks) -> PolicyModel:
     return policy.train()
 
 
-def _backend(run: RunContext, ranks: Ranks, policy: PolicyModel) -> Backend:
-    if run.config.training.backend == "fsdp2":
+def _backend(config: RunConfig, ranks: Ranks, module: nn.Module) -> Backend:
+    if config.training.backend == "fsdp2":
         from forebay.training.fsdp2 import Fsdp2Backend
 
-        return Fsdp2Backend(policy, run.config, ranks)
+        return Fsdp2Backend(module, config, ranks)
     from forebay.training.deepspeed_backend import DeepSpeedBackend
 
-    return DeepSpeedBackend(policy, run.config, ranks)
+    return DeepSpeedBackend(module, config, ranks)
+
+
+def load_critic(run: RunContext, ranks: Ranks, policy: PolicyModel) -> ValueModel:
+    """Like `load_policy`, of `critic.model`. Raises `UserError` if it does not know all tokens of the policy."""
+    model = run.config.critic.model
+    base = load_policy(run, ranks, Path(model).expanduser() if model else None)
+    needed, known = (each.lm.config.get_text_config().vocab_size for each in (policy, base))
+    if known < needed:
+        raise UserError(f"critic.model {model} knows {known} tokens, the policy {needed}: choose one of its family")
+    return ValueModel(base, getattr(torch, run.config.model.dtype))
 
 
 def _reference(run: RunContext, ranks: Ranks) -> Reference:
     config = run.config
-    lm = _read(run, getattr(torch, config.model.dtype))
+    lm = _read(run.start_model, getattr(torch, config.model.dtype))
     policy = PolicyModel(lm, config.generation.temperature)
     return Reference(policy, ranks.device, config.algorithm.reference == "offload")
 
@@ -79,16 +99,16 @@ def _whole_on(run: RunContext, ranks: Ranks) -> torch.device:
     return ranks.device if stays else torch.device("cpu")
 
 
-def _read(run: RunContext, dtype: torch.dtype) -> PreTrainedModel:
+def _read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        run.start_model, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )
     return lm
 
 
-def _outline(run: RunContext, dtype: torch.dtype) -> PreTrainedModel:
+def _outline(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The same model without memory for its weights."""
-    config = AutoConfig.from_pretrained(run.start_model, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     build: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
         lm: PreTrainedModel = build(config, dtype=dtype, attn_implementation="sdpa")

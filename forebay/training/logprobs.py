@@ -54,17 +54,22 @@ class PolicyModel(nn.Module):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropies) of the response tokens at the rollout temperature; each (R,), float32."""
-        # No mask and no cache, ever: either would make transformers build a mask of its own (see attention.py).
-        hidden = self.lm.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            cu_seq_lens_q=batch.starts,
-            cu_seq_lens_k=batch.starts,
-            max_length_q=batch.longest,
-            max_length_k=batch.longest,
-        ).last_hidden_state
         result: tuple[Tensor, Tensor] = self.lm.get_output_embeddings()(
-            hidden[0, batch.sources], batch.targets, self.temperature
+            response_states(self.lm.base_model, batch), batch.targets, self.temperature
         )
         return result
+
+
+def response_states(trunk: Any, batch: MicroBatch) -> Tensor:
+    """(R, d): the last hidden state before each response token. `trunk`: a language model without its head."""
+    # No mask and no cache, ever: either would make transformers build a mask of its own (see attention.py).
+    hidden: Tensor = trunk(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        cu_seq_lens_q=batch.starts,
+        cu_seq_lens_k=batch.starts,
+        max_length_q=batch.longest,
+        max_length_k=batch.longest,
+    ).last_hidden_state
+    return hidden[0, batch.sources]

@@ -33,25 +33,30 @@ class Meter:
         self._mismatch = Mismatch.empty(device)
 
     @torch.no_grad()
-    def add(self, micro: MicroBatch, loss: Tensor, logprobs: Tensor, entropy: Tensor, token: TokenLoss) -> None:
-        """A micro-batch; `loss` is its weighted sum."""
+    def add(self, micro: MicroBatch, loss: Tensor, proximal: Tensor, entropy: Tensor, token: TokenLoss) -> None:
+        """A micro-batch; `loss` is its weighted sum, `proximal` the trainer's log-probabilities before the step."""
         mask = micro.weights > 0
         advantages = kept(micro.advantages, mask).abs().sum(dtype=torch.float64)
         sums = [loss.double(), kept(entropy, mask).sum(dtype=torch.float64), advantages]
         self._sums += torch.stack([*sums, *(token.stats[name] for name in SHARES)])
         self._ratio = torch.maximum(self._ratio, kept(token.ratio, mask).max().double())
-        self._mismatch.add(micro.behaviour, logprobs, mask & micro.current)
+        self._mismatch.add(micro.behaviour, proximal, mask & micro.current)
 
     def result(self, ranks: Ranks, tokens: int, divisor: float) -> dict[str, float]:
-        """Of all ranks; `tokens`: of the batch's responses. `mismatch/*` only if engines of the version in training
-        made some of them."""
-        loss, entropy, advantages, *shares = ranks.sum(self._sums.cpu()).tolist()
+        """Of all ranks, so far; `tokens` and `divisor`: of all updates of the step, so far. `mismatch/*` only if
+        engines of the version in training made some of the tokens."""
+        loss, entropy, advantages, *shares = ranks.sum(_copy(self._sums)).tolist()
         metrics = {
             "loss": loss / divisor,
             "entropy": entropy / tokens,
             "advantage_abs_mean": advantages / tokens,
-            "ratio_max": float(ranks.max(self._ratio.cpu())),
+            "ratio_max": float(ranks.max(_copy(self._ratio))),
         }
         metrics |= {metric: share / tokens for metric, share in zip(SHARES.values(), shares, strict=True)}
-        mismatch = Mismatch(ranks.sum(self._mismatch.sums.cpu()), ranks.max(self._mismatch.maxima.cpu()))
+        mismatch = Mismatch(ranks.sum(_copy(self._mismatch.sums)), ranks.max(_copy(self._mismatch.maxima)))
         return metrics | mismatch.result()
+
+
+def _copy(values: Tensor) -> Tensor:
+    """For a collective, which works in place."""
+    return values.to("cpu", copy=True)

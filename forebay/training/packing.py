@@ -14,11 +14,14 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forebay.errors import RunError
 
 Balance = Literal["longest_first", "karmarkar_karp"]
+PerToken = float | Sequence[float] | NDArray[np.floating]
+"""One number for all response tokens of a sequence, or one for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,15 @@ class TrainSequence:
     prompt_ids: Sequence[int]
     ids: Sequence[int]
     behaviour: Sequence[float]
-    advantage: float
+    advantage: PerToken
     current: bool
     """All its tokens come from the version that trains it: its log-probabilities must equal the trainer's."""
+    proximal: PerToken = 0.0
+    """Log-probabilities under the trainer before its step; only if the step has several updates."""
+    values: PerToken = 0.0
+    """The critic's, before the step, of the state before each token."""
+    returns: PerToken = 0.0
+    """What the critic is to learn."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.ids)
@@ -60,6 +69,12 @@ class MicroBatch:
     behaviour: Tensor
     """(R,) float32: log-probabilities under the policy that sampled them."""
     advantages: Tensor
+    """(R,) float32."""
+    proximal: Tensor
+    """(R,) float32: log-probabilities under the trainer before its step, if they are known."""
+    values: Tensor
+    """(R,) float32."""
+    returns: Tensor
     """(R,) float32."""
     weights: Tensor
     """(R,) float32: 1, or 0 in a padding micro-batch."""
@@ -145,6 +160,11 @@ def pack(sequences: Sequence[TrainSequence]) -> MicroBatch:
     prompts = lengths - answers
     # Response token j of a sequence is predicted at prompt_length - 1 + j, one before its own place.
     within = np.arange(answers.sum()) - np.repeat(np.cumsum(answers) - answers, answers)
+
+    def floats(numbers: Sequence[PerToken]) -> Tensor:
+        pairs = zip(numbers, answers, strict=True)
+        return torch.from_numpy(np.concatenate([np.broadcast_to(np.asarray(x, np.float32), n) for x, n in pairs]))
+
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate([[*s.prompt_ids, *s.ids] for s in sequences]).astype(np.int64))[None],
         position_ids=torch.from_numpy(np.arange(starts[-1]) - np.repeat(starts[:-1], lengths))[None],
@@ -153,8 +173,11 @@ def pack(sequences: Sequence[TrainSequence]) -> MicroBatch:
         sources=torch.from_numpy(np.repeat(starts[:-1] + prompts - 1, answers) + within),
         targets=torch.from_numpy(np.concatenate([s.ids for s in sequences]).astype(np.int64)),
         sequence=torch.from_numpy(np.repeat(np.arange(len(sequences)), answers)),
-        behaviour=torch.from_numpy(np.concatenate([s.behaviour for s in sequences]).astype(np.float32)),
-        advantages=torch.from_numpy(np.repeat([s.advantage for s in sequences], answers).astype(np.float32)),
+        behaviour=floats([s.behaviour for s in sequences]),
+        advantages=floats([s.advantage for s in sequences]),
+        proximal=floats([s.proximal for s in sequences]),
+        values=floats([s.values for s in sequences]),
+        returns=floats([s.returns for s in sequences]),
         weights=torch.full((int(answers.sum()),), weight),
         current=torch.from_numpy(np.repeat([s.current for s in sequences], answers)),
     )

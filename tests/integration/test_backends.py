@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.integration import test_trainer
+from tests.support import ppo_reference
 from tests.support.control_stub import ControlStub
 from tests.support.tiny_lm import VOCABULARY, make_start_model
 
@@ -44,18 +45,37 @@ RESUMED = {1: ["zero0", "zero1", "fsdp2"], 2: list(CASES), 3: []}
 ALL = [(world, name) for world, names in WORLDS.items() for name in names]
 BF16 = {"bf16 zero0": DEEPSPEED["zero0"], "bf16 zero3": DEEPSPEED["zero3"], "bf16 fsdp2": SHARDED["fsdp2"]}
 
+PPO = ppo_reference.Settings(
+    temperature=TEMPERATURE,
+    gamma=0.99,
+    lam=0.9,
+    clip_low=0.2,
+    clip_high=0.28,
+    value_clip=0.1,
+    updates=2,
+    parts=2,
+    alone=1,
+    seed=0,
+)
+CRITIC_RATE = 5e-3
+PPO_CASES: dict[str, dict[str, Any]] = {
+    **{f"ppo {name}": SHARDED[name] for name in ("zero1", "zero2", "zero3", "fsdp2")},
+    "ppo large micro-batches": {"zero_stage": 1, "micro_batch_tokens": 300},
+}
+PPO_WORLDS = {1: ["ppo zero1", "ppo large micro-batches"], 2: list(PPO_CASES), 3: ["ppo zero3"]}
+
 
 @dataclass(frozen=True)
 class Batches:
-    """`steps[i]`: the groups of step i + 1. Streamed in two chunks each, and a last one without groups."""
+    """`steps[i]`: the groups of step i + 1. Streamed in two chunks each, and a last one without groups; or whole."""
 
     steps: list[list[dict[str, Any]]]
     probe: tuple[list[int], list[int]]
 
-    def bodies(self) -> list[list[str]]:
+    def bodies(self, whole: bool = False) -> list[list[str]]:
         chunks = []
         for step, groups in enumerate(self.steps, 1):
-            parts = [groups[:2], groups[2:], []]
+            parts = [groups] if whole else [groups[:2], groups[2:], []]
             messages = [{"step": step, "version": 0, "groups": part, "complete": False} for part in parts]
             messages[-1]["complete"] = True
             chunks.append([msgpack.packb(message).hex() for message in messages])
@@ -184,11 +204,16 @@ class Runs:
         if world == 2:
             cases |= {name: self._case(world, "bfloat16", options, None) for name, options in BF16.items()}
             cases |= {f"{n} resumed": self._case(world, "bfloat16", o, RESUME_AT) for n, o in BF16.items()}
+        for name in PPO_WORLDS[world]:
+            cases[name] = self._ppo(world, PPO_CASES[name], None)
+            if world == 2:
+                cases[f"{name} resumed"] = self._ppo(world, PPO_CASES[name], RESUME_AT)
         job = {
             "scratch": str(self._scratch),
             "run_id": "run",
             "out": str(self._done[world]),
             "batches": self._batches.bodies(),
+            "whole": self._batches.bodies(whole=True),
             "probe": self._batches.probe,
             "cases": cases,
         }
@@ -220,7 +245,20 @@ class Runs:
             "generation": {"max_new_tokens": 32, "temperature": TEMPERATURE},
             "training": training | options,
         }
-        return {"config": config, "resume_at": resume_at, "persistent": 0, "shard_bytes": SHARD_BYTES}
+        case = {"config": config, "batches": "batches", "resume_at": resume_at, "persistent": 0}
+        return case | {"shard_bytes": SHARD_BYTES}
+
+    def _ppo(self, world: int, options: dict[str, Any], resume_at: int | None) -> dict[str, Any]:
+        updates = {"updates_per_batch": PPO.updates, "mini_batches": PPO.parts}
+        case = self._case(world, "float32", options | updates, resume_at) | {"batches": "whole"}
+        case["config"]["algorithm"] = {
+            "advantage": "gae",
+            "gamma": PPO.gamma,
+            "gae_lambda": PPO.lam,
+            "correction": "decoupled",
+        }
+        case["config"]["critic"] = {"learning_rate": CRITIC_RATE, "warmup_steps": PPO.alone, "clip": PPO.value_clip}
+        return case
 
     def _rank(self, job: Path, world: int, rank: int) -> "subprocess.Popen[str]":
         environment = {
@@ -318,3 +356,53 @@ def test_fsdp2_trains_as_a_process_of_the_run_and_goes_on_from_its_checkpoint(tm
     expected, norms = test_trainer.reference_weights(run.start_model, groups)
     assert gap(load_file(run.trained_model / "model.safetensors"), expected) < 3e-5
     assert [message["metrics"]["grad_norm"] for message in control.steps] == pytest.approx(norms[-2:], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def golden_ppo(scratch: Path, batches: Batches) -> ppo_reference.PlainPpo:
+    def optimizer(named: dict[str, Any]) -> torch.optim.Optimizer:
+        decayed = {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": WEIGHT_DECAY}
+        plain = {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0}
+        return torch.optim.AdamW([decayed, plain], betas=(0.9, 0.95))
+
+    def rate(peak: float, done: int, steps: int) -> float:
+        cosine = (1 + math.cos(math.pi * (done - WARMUP) / (steps - WARMUP))) / 2
+        return peak * ((done + 1) / WARMUP if done < WARMUP else MINIMUM + (1 - MINIMUM) * cosine)
+
+    lm = AutoModelForCausalLM.from_pretrained(scratch / "runs" / "run" / "start_model", dtype=torch.float32)
+    ppo, done = ppo_reference.PlainPpo(lm, PPO, optimizer), 0
+    for number, groups in enumerate(batches.steps, 1):
+        ppo.probe(*batches.probe)
+        if groups:
+            rates = rate(LEARNING_RATE, done - PPO.alone, STEPS - PPO.alone), rate(CRITIC_RATE, done, STEPS)
+            ppo.step(number, groups, rates, CLIP)
+            done += 1
+    return ppo
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in PPO_WORLDS.items() for name in names])
+def test_ppo_equals_a_plain_torch_loop(runs: Runs, golden_ppo: ppo_reference.PlainPpo, world: int, name: str) -> None:
+    """Critic and policy, two passes over two mini-batches of each batch; all ranks, packings and backends."""
+    result, trace = runs.result(world, name), golden_ppo.trace
+    for rank in range(world):
+        seen = runs.result(world, name, rank)
+        assert torch.tensor(seen["evaluated"]) == pytest.approx(torch.tensor(trace.logprobs), abs=2e-5)
+        assert torch.tensor(seen["values"]) == pytest.approx(torch.tensor(trace.values), abs=2e-5)
+    full = [metrics for metrics in result["metrics"] if metrics["tokens"]]
+    assert [m["critic/value_loss"] for m in full] == pytest.approx(trace.value_losses, abs=1e-5)
+    assert [m["critic/explained_variance"] for m in full] == pytest.approx(trace.explained, abs=1e-5)
+    assert ["loss" in m for m in full] == [place >= PPO.alone for place in range(len(full))]
+    assert [m["loss"] for m in full[PPO.alone :]] == pytest.approx(trace.losses, abs=1e-5)
+    assert [m["grad_norm"] for m in full[PPO.alone :]] == pytest.approx(trace.norms, rel=2e-5)
+    weights = load_file(runs._folder(world) / f"{name}.safetensors")
+    assert gap(weights, {n: p.detach() for n, p in golden_ppo.lm.named_parameters()}) < 2e-5
+    assert max(m["critic/clip_fraction"] for m in full) > 0
+
+
+@pytest.mark.parametrize("name", list(PPO_CASES))
+def test_a_resumed_ppo_run_is_the_same_bit_by_bit(runs: Runs, name: str) -> None:
+    calm, resumed = runs.result(2, name), runs.result(2, f"{name} resumed")
+    assert resumed["metrics"] == calm["metrics"]
+    assert (resumed["evaluated"], resumed["values"]) == (calm["evaluated"], calm["values"])
+    weights = [load_file(runs._folder(2) / f"{n}.safetensors") for n in (name, f"{name} resumed")]
+    assert all(torch.equal(weights[1][n], tensor) for n, tensor in weights[0].items())

@@ -30,9 +30,21 @@ DEADLINE_S = 120
 STEPS, EMPTY_STEP, SYNC_EVERY = 5, 3, 2
 LEARNING_RATE, WARMUP, WEIGHT_DECAY, CLIP = 2e-3, 2, 0.1, 0.5
 TEMPERATURE = 0.8
+PPO: dict[str, dict[str, Any]] = {
+    "algorithm": {"advantage": "gae", "kl": "reward"},
+    "critic": {"learning_rate": 1e-3, "warmup_steps": 1},
+    "training": {"updates_per_batch": 2, "mini_batches": 2},
+}
 
 
-def make_run(folder: Path, *, dtype: str = "float32", scaling: str = "none", **training: Any) -> RunContext:
+def make_run(
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    scaling: str = "none",
+    sections: dict[str, dict[str, Any]] | None = None,
+    **training: Any,
+) -> RunContext:
     defaults = {
         "steps": STEPS,
         "learning_rate": LEARNING_RATE,
@@ -42,7 +54,7 @@ def make_run(folder: Path, *, dtype: str = "float32", scaling: str = "none", **t
         "micro_batch_tokens": 64,
         "step_timeout_s": 60,
     }
-    values = {
+    values: dict[str, dict[str, Any]] = {
         "model": {"max_model_len": 64, "dtype": dtype},
         "generation": {"max_new_tokens": 32, "temperature": TEMPERATURE},
         "control": {"sync_every": SYNC_EVERY, "learning_rate_scaling": scaling},
@@ -50,6 +62,8 @@ def make_run(folder: Path, *, dtype: str = "float32", scaling: str = "none", **t
         "training": defaults | training,
         "algorithm": {"mismatch_alarm": 10.0},  # these batches come from no engine
     }
+    for name, changes in (sections or {}).items():
+        values[name] = {**values.get(name, {}), **changes}
     run = RunContext.create(parse_config(values, "test"))
     make_start_model(run.start_model)
     return run
@@ -195,19 +209,27 @@ def check_snapshots(run: RunContext, control: ControlStub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "zero_stage", "dtype", "streaming"),
-    [(1, 1, "float32", True), (2, 2, "float32", False), (2, 3, "float32", True), (1, 1, "bfloat16", False)],
+    ("ranks", "zero_stage", "dtype", "streaming", "sections"),
+    [
+        (1, 1, "float32", True, {}),
+        (2, 2, "float32", False, {}),
+        (2, 3, "float32", True, {}),
+        (1, 1, "bfloat16", False, {}),
+        (2, 2, "bfloat16", False, PPO),
+    ],
 )
 def test_a_killed_trainer_goes_on_from_its_checkpoint(
-    tmp_path: Path, ranks: int, zero_stage: int, dtype: str, streaming: bool
+    tmp_path: Path, ranks: int, zero_stage: int, dtype: str, streaming: bool, sections: dict[str, dict[str, Any]]
 ) -> None:
     """Killed in step 5, with a checkpoint of step 4 that the Control Unit knows. The weights are those of a run that
-    nothing happened to, bit by bit."""
+    nothing happened to, bit by bit; with a critic too."""
     options = {"ranks": ranks, "zero_stage": zero_stage, "dtype": dtype, "streaming": streaming, "checkpoint_every": 2}
-    calm, killed = make_run(tmp_path / "calm", **options), make_run(tmp_path / "killed", **options)
+    calm, killed = (make_run(tmp_path / name, sections=sections, **options) for name in ("calm", "killed"))
     batches = make_batches(calm.start_model)
     with ControlStub(calm.token, batches.__getitem__) as control:
         assert finish(start(calm, control.url)) == (0, "")
+    last = control.steps[-1]["metrics"]
+    assert ("critic/value_loss" in last) == bool(sections)
 
     with ControlStub(killed.token, lambda step: batches[step] if step < STEPS else None) as control:
         process = start(killed, control.url)
@@ -226,6 +248,7 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint(
         assert finish(start(killed, control.url)) == (0, "")
     assert {message["step"] for message in control.asked} == {STEPS}
     assert [message["step"] for message in control.steps] == [STEPS]
+    assert control.steps[-1]["metrics"] == last
     assert {path.name: path.stat().st_mtime_ns for path in killed.snapshots.iterdir()} == first
     expected, resumed = (load_file(run.trained_model / "model.safetensors") for run in (calm, killed))
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)

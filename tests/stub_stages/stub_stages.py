@@ -53,6 +53,7 @@ class Trained:
     tokens_discarded: int = 12
     engine_restarts: int = 1
     trainer_restarts: int = 0
+    learning: dict[str, Any] = field(default_factory=lambda: {"correction": "behaviour"})
     fates: dict[str, int] = field(
         default_factory=lambda: {"admitted": 10, "trained": 7, "filtered": 2, "stale": 1, "failed": 0}
     )

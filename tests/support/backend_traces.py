@@ -1,9 +1,9 @@
 """One rank that trains the same batches on one backend after another: `python -m tests.support.backend_traces JOB`.
 
-JOB is a JSON file: {"scratch", "run_id", "out" (a folder), "batches" (for each step its chunks, each a body in hex),
-"probe" ([prompt, response] to evaluate in the middle of each step), "cases": {name: {"config", "resume_at" (a step or
-null), "persistent", "shard_bytes"}}}. Each rank writes `<name>.<rank>.json`, rank 0 also `<name>.safetensors`, the full
-weights at the end.
+JOB is a JSON file: {"scratch", "run_id", "out" (a folder), "batches" and "whole" (for each step its chunks, each a body
+in hex), "probe" ([prompt, response] to evaluate in the middle of each step), "cases": {name: {"config", "batches"
+(which of the two), "resume_at" (a step or null), "persistent", "shard_bytes"}}}. Each rank writes `<name>.<rank>.json`,
+rank 0 also `<name>.safetensors`, the full weights at the end.
 """
 
 import json
@@ -45,13 +45,15 @@ def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) ->
     engine = TrainEngine(run, ranks)
     prompt, response = job["probe"]
     probe = pack([TrainSequence(prompt, response, [0.0] * len(response), 0.0, True)])
-    metrics, seconds, evaluated = [], [], []
-    for step, bodies in enumerate(job["batches"], 1):
+    metrics, seconds, evaluated, values = [], [], [], []
+    for step, bodies in enumerate(job[case["batches"]], 1):
         began = time.perf_counter()
         for body in bodies:
             budget = run.config.generation.max_new_tokens
             engine.accumulate(decode_chunk(bytes.fromhex(body), run.config.algorithm, budget))
             logprobs, _ = engine._backend.evaluate(probe)
+        if engine._critic:
+            values.append(engine._critic.values(probe).tolist())
         metrics.append(engine.update(step))
         seconds.append(time.perf_counter() - began)
         evaluated.append(logprobs.tolist())
@@ -65,6 +67,7 @@ def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) ->
         "metrics": metrics,
         "seconds": seconds,
         "evaluated": evaluated,
+        "values": values,
         "shard_bytes": [sum(tensor.nbytes for _, tensor in shard) for shard in shards],
         "most_allocated": allocation.most,
     }

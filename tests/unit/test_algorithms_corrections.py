@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.config.algorithm import AlgorithmConfig
-from forebay.training.algorithms.corrections import Correction, Weights, active_correction, correct
+from forebay.config.algorithm import AlgorithmConfig, Correction
+from forebay.training.algorithms.corrections import Weights, correct
 
 LOW, HIGH = 0.5, 2.0
 NAMES: tuple[Correction, ...] = get_args(Correction)
@@ -137,6 +137,6 @@ def test_a_trained_token_that_is_not_a_number_is_not_hidden() -> None:
 
 
 def test_which_correction_is_active() -> None:
-    assert active_correction(AlgorithmConfig()) == "behaviour"
+    assert AlgorithmConfig().active_correction == "behaviour"
     for name in NAMES:
-        assert active_correction(AlgorithmConfig(correction=name)) == name
+        assert AlgorithmConfig(correction=name).active_correction == name

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.config.algorithm import AlgorithmConfig
+from forebay.config.algorithm import AlgorithmConfig, Correction
 from forebay.errors import RunError
 from forebay.training.algorithms.aggregation import divisor, token_weights, weighted_sum
-from forebay.training.algorithms.corrections import Correction
 from forebay.training.algorithms.token_loss import TokenInputs, TokenLoss, token_loss
 
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)

@@ -1,11 +1,15 @@
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forebay.config import AlgorithmConfig
 from forebay.errors import RunError
-from forebay.training.batches import decode_chunk
+from forebay.training.batches import Before, decode_chunk
+from tests.support import ppo_reference
 
 
 def message(**changes: Any) -> dict[str, Any]:
@@ -92,4 +96,42 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_tokens() -> N
 def test_penalties_change_rewards_within_their_group() -> None:
     algorithm = AlgorithmConfig(advantage="dr_grpo")
     batch = decode_chunk(msgpack.packb(message()), algorithm, 8)
-    assert [s.advantage for s in batch.taught(algorithm, [-0.3, 0.0])] == pytest.approx([0.7 * 2 / 3, -0.7 / 3])
+    penalties = np.array([-0.1, -0.2, 0.0, 0.0], np.float32)
+    taught = batch.taught(algorithm, Before(np.zeros(4, np.float32), penalties, np.zeros(4, np.float32)))
+    assert [s.advantage for s in taught] == pytest.approx([0.7 * 2 / 3, -0.7 / 3])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(lambda lengths: sum(lengths) > 1),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.9, 1.0]),
+    st.sampled_from([0.0, 0.95, 1.0]),
+)
+def test_what_ppo_learns_equals_a_plain_loop(lengths: list[int], seed: int, gamma: float, lam: float) -> None:
+    """Advantages and returns of a whole batch from recorded values, with KL and length penalties in the rewards."""
+    rng, budget = np.random.default_rng(seed), 9
+    samples = [
+        {"ids": [3] * n, "logprobs": [-1.0] * n, "reward": float(rng.normal()), "oldest_version": 0} for n in lengths
+    ]
+    algorithm = AlgorithmConfig(
+        advantage="gae", gamma=gamma, gae_lambda=lam, overlong_buffer=4, overlong_penalty=0.5, kl="reward"
+    )
+    logprobs, penalties, values = rng.normal(size=(3, sum(lengths))).astype(np.float32)
+    groups = [{"group_id": i, "prompt_ids": [1], "samples": samples[i::2]} for i in range(2)]
+    order = [i for start in range(2) for i in range(start, len(lengths), 2)]
+    found = decode_chunk(msgpack.packb({"step": 1, "version": 0, "groups": groups}), algorithm, budget).taught(
+        algorithm, Before(logprobs, penalties, values)
+    )
+    ends = np.cumsum([lengths[i] for i in order])
+    spans = [slice(end - lengths[i], end) for i, end in zip(order, ends, strict=True) if lengths[i]]
+    outcomes = [samples[i]["reward"] - 0.5 * max(0, lengths[i] - 5) / 4 for i in order if lengths[i]]
+    rewards = [penalties[span].astype(np.float64) for span in spans]
+    for r, outcome in zip(rewards, outcomes, strict=True):
+        r[-1] += outcome
+    advantages, returns = ppo_reference.targets(rewards, [values[s].astype(np.float64) for s in spans], gamma, lam)
+    for sequence, span, advantage, target in zip(found, spans, advantages, returns, strict=True):
+        assert sequence.advantage == pytest.approx(advantage, rel=1e-7, abs=1e-7)
+        assert sequence.returns == pytest.approx(target, rel=1e-9, abs=1e-9)
+        assert np.array_equal(sequence.values, values[span])
+        assert np.array_equal(sequence.proximal, logprobs[span])

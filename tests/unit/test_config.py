@@ -110,6 +110,24 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
         ("mode: sync\nschedule:\n  minibatch_barrier: true\n", "sends prompts one by one"),
         ("lengths:\n  predictor: history\n", "lengths.predictor history needs lengths.history"),
         ("mode: sync\ntraining:\n  streaming: true\n", "but mode sync trains whole batches"),
+        (
+            "algorithm:\n  advantage: gae\ntraining:\n  streaming: true\n",
+            "algorithm.advantage gae needs the whole batch",
+        ),
+        (
+            "training:\n  updates_per_batch: 2\n  streaming: true\n",
+            "training.updates_per_batch 2 needs the whole batch",
+        ),
+        ("training:\n  mini_batches: 4\n  streaming: true\n", "training.mini_batches 4 needs the whole batch"),
+        ("generation:\n  group_size: 1\n", "advantage grpo compares the responses of a group"),
+        (
+            "generation:\n  group_size: 1\nalgorithm:\n  advantage: gae\ncontrol:\n  dynamic_sampling: true\n",
+            "control.dynamic_sampling compares the responses of a group",
+        ),
+        (
+            "algorithm:\n  advantage: gae\ncritic:\n  warmup_steps: 60\n",
+            "critic.warmup_steps (60) leaves no step of training.steps (60) to the policy",
+        ),
         ("control:\n  work_in_progress: 0.5\n", "control.work_in_progress (0.5) is less than one batch"),
         ("training:\n  micro_batch_tokens: 255\n", "cannot hold one sequence of model.max_model_len (256)"),
         (
@@ -178,6 +196,19 @@ def test_the_mode_sets_the_bounds_of_the_one_rule(mode: str, bound: float, work:
 def test_the_trainer_streams_where_nothing_waits_for_whole_batches(mode: str, streams: bool) -> None:
     assert parse_config({"mode": mode}, where="test").streaming is streams
     assert parse_config({"mode": mode, "training": {"streaming": False}}, where="test").streaming is False
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{"algorithm": {"advantage": "gae"}}, {"training": {"updates_per_batch": 2}}, {"training": {"mini_batches": 2}}],
+)
+def test_what_needs_the_whole_batch_is_not_streamed(section: dict[str, dict[str, object]]) -> None:
+    assert parse_config({"mode": "fully_async"} | section, where="test").streaming is False
+
+
+def test_ppo_may_have_one_response_for_each_prompt() -> None:
+    values = {"algorithm": {"advantage": "gae"}, "generation": {"group_size": 1}}
+    assert parse_config(values, where="test").generation.group_size == 1
 
 
 def test_an_engine_takes_as_many_responses_as_it_decodes_unless_told_otherwise() -> None:

@@ -399,6 +399,19 @@ def test_partial_tokens_are_kept_while_their_version_allows():
         assert bool(controller.groups[group_id].samples) == kept
 
 
+@pytest.mark.parametrize("alike_teaches", [False, True])
+def test_equal_rewards_are_trained_where_they_teach(alike_teaches):
+    world = World(make_rules(group_size=1, alike_teaches=alike_teaches), engines=1, seed=5)
+    while world.controller.next_batch(1) is None:
+        world.dispatch()
+        world.finish()
+        for group_id in sorted(world.scoring):
+            world.controller.scored(group_id, (0.0,))
+        world.scoring.clear()
+    batch = world.controller.next_batch(1)
+    assert (len(batch.groups), len(batch.skipped)) == ((4, 0) if alike_teaches else (0, 4))
+
+
 def test_a_deadline_gives_a_group_three_tries():
     world = World(make_rules(), engines=1, seed=5)
     world.dispatch()

@@ -92,6 +92,7 @@ def test_a_complete_run_publishes_its_summary(config: RunConfig, saved: list[tup
         "tokens_discarded": 12,
     }
     assert (summary["engines"], summary["trainer"]) == ({"restarts": 1}, {"restarts": 0})
+    assert summary["learning"] == {"correction": "behaviour"}
     fates = summary["fates"]
     assert fates["admitted"] == sum(fates[fate] for fate in ("trained", "filtered", "stale", "failed"))
     assert summary["evaluation"] == {"n": 64, "before": 0.25, "after": 0.5, "p_value": 0.001}

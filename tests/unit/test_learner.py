@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -225,6 +226,72 @@ def test_chunks_give_what_the_whole_batch_gives(model: Path) -> None:
     assert one.keys() == two.keys()
     assert all(one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6) for name in one)
     assert all(torch.allclose(whole[name], chunked[name], atol=1e-6) for name in whole)
+
+
+class Descent(PlainBackend):
+    """Plain gradient descent."""
+
+    def step(self, divisor: float, learning_rate: float) -> float:
+        norm = super().step(divisor, learning_rate)
+        with torch.no_grad():
+            for name, parameter in self.module.lm.named_parameters():
+                parameter.sub_(0.5 * self.gradients[name])
+        return norm
+
+
+@pytest.mark.parametrize("correction", ["behaviour", "decoupled"])
+def test_several_updates_equal_a_plain_loop_over_the_same_parts(model: Path, correction: str) -> None:
+    """Two passes over two parts; what they are compared with is of before the first. Whole or in chunks."""
+    settings = config(correction=correction, mismatch_alarm=9.0)
+    settings = settings.model_copy(
+        update={"training": settings.training.model_copy(update={"updates_per_batch": 2, "mini_batches": 2})}
+    )
+    lm = load(model, 1)
+    found = groups(lm)
+    sequences = []
+    for group in found:
+        rewards = torch.tensor([sample["reward"] for sample in group["samples"]], dtype=torch.float64)
+        for sample, advantage in zip(
+            group["samples"], (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True
+        ):
+            behaviour = torch.tensor(sample["logprobs"], dtype=torch.float64)
+            with torch.no_grad():
+                proximal = logprobs(lm, group["prompt_ids"], sample["ids"])
+            sequences.append((group["prompt_ids"], sample["ids"], behaviour, proximal, float(advantage)))
+    total = clipped = 0.0
+    for round in range(2):
+        order = np.random.default_rng((settings.seed, 7, round)).permutation(len(sequences))
+        for part in np.array_split(order, 2):
+            loss, tokens = torch.zeros((), dtype=torch.float64), 0
+            for prompt, ids, behaviour, proximal, advantage in (sequences[i] for i in part):
+                own = logprobs(lm, prompt, ids)
+                ratio = (own - (behaviour if correction == "behaviour" else proximal)).exp()
+                weight = 1.0 if correction == "behaviour" else (proximal - behaviour).exp()
+                bounded = ratio.clamp(0.8, 1.28)
+                loss = loss - (weight * torch.minimum(ratio * advantage, bounded * advantage)).sum()
+                clipped += int((bounded * advantage < ratio * advantage).sum())
+                tokens += len(ids)
+            total += float(loss.detach())
+            lm.zero_grad()
+            (loss / tokens).backward()
+            with torch.no_grad():
+                for parameter in lm.parameters():
+                    parameter.sub_(0.5 * parameter.grad)
+    every = sum(len(s[1]) for s in sequences)
+    start = torch.cat([s[3] - s[2] for s in sequences]).abs().mean()
+    for parts in ([found], [found[:1], found[1:]]):
+        backend = Descent(PolicyModel(load(model, 1), TEMPERATURE))
+        ranks: Any = Alone()
+        own_learner = Learner(settings, ranks, backend.module.lm, backend)  # type: ignore[arg-type]
+        for place, part in enumerate(parts):
+            body = msgpack.packb({"step": 7, "version": 3, "complete": place == len(parts) - 1, "groups": part})
+            own_learner.accumulate(decode_chunk(body, settings.algorithm, BUDGET))
+        metrics = own_learner.update(7)
+        assert metrics["loss"] == pytest.approx(total / (2 * every), rel=1e-4, abs=1e-6)
+        assert metrics["clip_fraction"] == pytest.approx(clipped / (2 * every))
+        assert metrics["mismatch/mean_abs"] == pytest.approx(float(start), rel=1e-4)
+        for (name, one), other in zip(backend.module.lm.named_parameters(), lm.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_metrics_say_what_the_correction_did_and_alarm_on_a_mismatch(

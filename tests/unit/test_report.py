@@ -46,6 +46,23 @@ SUMMARY: dict[str, Any] = {
         "tokens_recomputed": 81234,
         "tokens_discarded": 0,
     },
+    "learning": {
+        "advantage": "gae",
+        "policy_loss": "ppo",
+        "correction": "icepop",
+        "clip_fraction": 0.0123,
+        "corrected": {"weight_mean": 0.98, "clipped": 0.0, "masked": 0.021, "rejected": 0.0},
+        "mismatch": {
+            "mean_abs": 0.0031,
+            "max_abs": 0.41,
+            "kl_k1": 0.0002,
+            "kl_k3": 0.00018,
+            "perplexity_ratio": 1.0002,
+            "effective_sample_size": 0.987,
+            "alarms": 2.0,
+        },
+        "critic": {"value_loss": 0.08, "explained_variance": 0.2, "explained_variance_last": 0.54},
+    },
     "engines": {"restarts": 1},
     "trainer": {"restarts": 0},
     "fates": {"admitted": 982, "trained": 704, "filtered": 256, "stale": 21, "failed": 1},
@@ -221,3 +238,21 @@ def test_the_markdown_of_a_failed_run() -> None:
     text = report_markdown(dict.fromkeys(SUMMARY) | {"status": "failed", "run_id": "r", "error": "a\nb"}, None)
     assert text.startswith("# r: failed\n\n> a b\n")
     assert "None" not in text
+
+
+def test_the_text_says_what_was_learnt_by_and_how_far_engine_and_trainer_agreed() -> None:
+    text = report_markdown(SUMMARY, None)
+    for row in (
+        "| advantage, policy loss, correction | gae, ppo, icepop |",
+        "| tokens at the clip | 1.23% |",
+        "| correction: tokens clipped / masked / rejected | 0 / 0.021 / 0 |",
+        "| engine and trainer log-probs apart, mean / largest | 0.0031 / 0.41 |",
+        "| KL between them by k1 / by k3 / perplexity ratio | 0.0002 / 0.00018 / 1 |",
+        "| effective sample size | 98.7% |",
+        "| steps with an alarm | 2 |",
+        "| critic: value loss, explained variance / at the end | 0.08 / 0.2 / 0.54 |",
+    ):
+        assert row in text
+    bare = report_markdown(SUMMARY | {"learning": None}, None)
+    assert "correction" not in bare
+    assert "critic" not in bare

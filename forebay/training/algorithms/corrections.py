@@ -9,20 +9,12 @@ Invariants:
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from forebay.config.algorithm import AlgorithmConfig
+from forebay.config.algorithm import Correction
 from forebay.training.algorithms.tokens import MAX_LOG_RATIO, log_ratio, sequence_mean, sequence_sum
-
-Correction = Literal["behaviour", "decoupled", "tis_token", "tis_sequence", "icepop", "reject_sequence", "none"]
-
-
-def active_correction(config: AlgorithmConfig) -> Correction:
-    """The one that `auto` means, or the one asked for."""
-    return "behaviour" if config.correction == "auto" else config.correction
 
 
 @dataclass(frozen=True, slots=True)

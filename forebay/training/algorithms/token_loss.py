@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forebay.config.algorithm import AlgorithmConfig
+from forebay.config.algorithm import AlgorithmConfig, Correction
 from forebay.errors import RunError
-from forebay.training.algorithms.corrections import Correction, active_correction, correct
+from forebay.training.algorithms.corrections import correct
 from forebay.training.algorithms.kl import kl_tokens
 from forebay.training.algorithms.policy_losses import PolicyLoss, cispo, gspo, ppo
 from forebay.training.algorithms.tokens import kept
@@ -63,7 +63,7 @@ def token_loss(logprobs: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -
     mask = inputs.mask
     logprobs, behaviour, advantages = (kept(x, mask) for x in (logprobs, inputs.behaviour, inputs.advantages))
     proximal = logprobs.detach() if inputs.proximal is None else kept(inputs.proximal, mask)
-    name = active_correction(config)
+    name = config.active_correction
     correction = correct(
         name,
         proximal,
