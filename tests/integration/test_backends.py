@@ -59,10 +59,11 @@ PPO = ppo_reference.Settings(
 )
 CRITIC_RATE = 5e-3
 PPO_CASES: dict[str, dict[str, Any]] = {
-    **{f"ppo {name}": SHARDED[name] for name in ("zero1", "zero2", "zero3", "fsdp2")},
+    **{f"ppo {name}": SHARDED[name] for name in ("zero1", "zero3", "fsdp2")},
     "ppo large micro-batches": {"zero_stage": 1, "micro_batch_tokens": 300},
 }
-PPO_WORLDS = {1: ["ppo zero1", "ppo large micro-batches"], 2: list(PPO_CASES), 3: ["ppo zero3"]}
+PPO_WORLDS = {1: ["ppo zero1", "ppo large micro-batches"], 2: ["ppo zero1", "ppo zero3", "ppo fsdp2"], 3: ["ppo zero1"]}
+PPO_RESUMED = ["ppo zero3", "ppo fsdp2"]
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class Runs:
             cases |= {f"{n} resumed": self._case(world, "bfloat16", o, RESUME_AT) for n, o in BF16.items()}
         for name in PPO_WORLDS[world]:
             cases[name] = self._ppo(world, PPO_CASES[name], None)
-            if world == 2:
+            if world == 2 and name in PPO_RESUMED:
                 cases[f"{name} resumed"] = self._ppo(world, PPO_CASES[name], RESUME_AT)
         job = {
             "scratch": str(self._scratch),
@@ -399,7 +400,7 @@ def test_ppo_equals_a_plain_torch_loop(runs: Runs, golden_ppo: ppo_reference.Pla
     assert max(m["critic/clip_fraction"] for m in full) > 0
 
 
-@pytest.mark.parametrize("name", list(PPO_CASES))
+@pytest.mark.parametrize("name", PPO_RESUMED)
 def test_a_resumed_ppo_run_is_the_same_bit_by_bit(runs: Runs, name: str) -> None:
     calm, resumed = runs.result(2, name), runs.result(2, f"{name} resumed")
     assert resumed["metrics"] == calm["metrics"]
