@@ -12,12 +12,17 @@ pays most: the quickstart is bound by generation (about 3 : 1), so the trainer g
 (`BALANCED`), which cost it more time for the same result. `generate_over_train_balanced` says how near to 1 that is;
 `--balance` tries something else (settings of generation, control and training only: the data are shared).
 
+On a machine with few cores neither runs alone: API server, Control Unit and reward workers need the same cores. So a
+third bound is shown, *work over cores*: the CPU seconds that all processes of the run used per step, over the cores.
+
 Step times are means over the steady steps (the first and last `EDGE` are left out: filling, draining), of wall time
 from one step's end to the next one's. Generation gets longer or shorter as the policy learns, so *generate only* is
 its token rate applied to the tokens that `fully_async` generated per step.
 """
 
 import argparse
+import contextlib
+import os
 import shutil
 import statistics
 import tempfile
@@ -25,6 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.alone import Batches, generate_only, recorded_batches, train_only
 from benchmarks.results import report
@@ -104,8 +111,9 @@ def measure(setting: Setting, fresh: Any) -> list[dict[str, Any]]:
     for mode in setting.modes:
         run = fresh(mode)
         with recorded_batches(batches := {}):
-            result = train(run, lambda record: None)
-        rows.append({"what": mode, **steady(run), **_kept(result)})
+            used: list[float] = []
+            result = train(run, lambda record: used.append(cpu_seconds()))
+        rows.append({"what": mode, **steady(run), "work_over_cores_s": work_over_cores(used), **_kept(result)})
     reference = rows[-1]  # fully_async comes last
     rate = generate_only(fresh("fully_async"), max(1, round(reference["in_flight_groups"])))
     rows.append(_alone("generate_only", reference["tokens_per_step"] / rate, tokens_per_s=rate))
@@ -133,6 +141,22 @@ def steady(run: RunContext) -> dict[str, Any]:
     }
 
 
+def cpu_seconds() -> float:
+    """That this process and all its living descendants have used until now."""
+    me, total = psutil.Process(), 0.0
+    for process in [me, *me.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def work_over_cores(used: Sequence[float]) -> float:
+    """Seconds that a step takes at least if its work were spread evenly over the cores; `used` at each step's end."""
+    window = used[EDGE - 1 : -EDGE]
+    return (window[-1] - window[0]) / (len(window) - 1) / len(os.sched_getaffinity(0))
+
+
 def outcome(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Step times by setting (medians over rounds) and the two ratios that the project promises."""
 
@@ -153,6 +177,7 @@ def outcome(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "sync_over_fully_async_balanced": times["balanced"]["sync"] / times["balanced"]["fully_async"],
         "fully_async_over_bound_balanced": times["balanced"]["fully_async"] / bounds["balanced"],
         "generate_over_train_balanced": times["balanced"]["generate_only"] / times["balanced"]["train_only"],
+        "fully_async_over_work": times["quickstart"]["fully_async"] / value("fully_async", "work_over_cores_s"),
         "step_time_s": times,
         "train_wait_ratio": {mode: value(mode, "train_wait_ratio") for mode in MODES},
         "engines_idle_ratio": {mode: value(mode, "engines_idle_ratio") for mode in MODES},

@@ -13,6 +13,8 @@ from forebay.generation import engine_core
 BACKEND = "forebay"
 FORK_VARIABLE = "FOREBAY_FORK_ENGINE"
 """Set to 1 by `forebay.generation.server` on CPU."""
+CORES_VARIABLE = "FOREBAY_ENGINE_CORES"
+"""Set by `forebay.generation.server`: the cores of EngineCore, as in 0,1,2."""
 
 
 def register() -> None:
@@ -22,6 +24,8 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "forebay.generation.weights", "SnapshotEngine")
     engine_core.install()
+    if cores := os.environ.get(CORES_VARIABLE):
+        engine_core.pin({int(core) for core in cores.split(",")})
     if os.environ.get(FORK_VARIABLE) == "1":
         _fork_engine_core()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from forebay.config import RunConfig
 from forebay.errors import UserError
 from forebay.generation.auth import TOKEN_VARIABLE
-from forebay.generation.plugin import BACKEND, FORK_VARIABLE
+from forebay.generation.plugin import BACKEND, CORES_VARIABLE, FORK_VARIABLE
 from forebay.launch.processes import Process, spawn
 
 MODEL_NAME = "policy"
@@ -67,6 +67,7 @@ def engine_environment(token: str, cores: Sequence[int] | None) -> dict[str, str
     return environment | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # allows the executor `uni`: one process less; EngineCore stays apart
         FORK_VARIABLE: "1" if threads == 1 else None,
+        CORES_VARIABLE: ",".join(map(str, cores)) if cores else None,
         "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a C++ compiler
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": None,  # would win over --kv-cache-memory-bytes
@@ -80,7 +81,7 @@ def start_engine(
 ) -> Process:
     """Start one server; it is not healthy yet."""
     command = engine_command(config, model_dir, config.launch.host, port)
-    return spawn(log.stem, command, env=engine_environment(token, cores), log=log, cores=cores)
+    return spawn(log.stem, command, env=engine_environment(token, cores), log=log)
 
 
 def telling_line(log_tail: str) -> str:

@@ -26,7 +26,7 @@ from forebay.control.types import (
 )
 from forebay.errors import RunError, UserError
 from forebay.generation.fleet import Fleet
-from forebay.launch.cores import CorePlan
+from forebay.launch.cores import CorePlan, plan_cores
 from forebay.launch.ports import hold_port
 from forebay.run import RunContext
 from tests.integration.conftest import Served, shared_memory_of
@@ -112,8 +112,8 @@ LONG = [4 + i % 90 for i in range(200)]
 """More than one KV block of 128: the prefix cache has something to offer."""
 
 
-def across(served: Served, name: str, tmp_path: Path, mode: RefreshMode, count: int = 16):
-    """`count` calls for 8 samples each, with a refresh in their midst; what became of them, and the record."""
+def across(served: Served, name: str, tmp_path: Path, mode: RefreshMode, count: int = 24):
+    """`count` calls for 8 samples each (more than there are slots), with a refresh in their midst; what became of them, and the record."""
     snapshot = snapshot_of(served, name, tmp_path)
 
     async def together():
@@ -398,6 +398,18 @@ def test_every_route_asks_for_the_token(served: Served) -> None:
         assert {"/pause", "/resume", "/update_weights", "/collective_rpc", "/metrics", "/inference/v1/generate"} <= {
             path for _, path, _ in answers
         }
+
+
+def test_only_the_engine_keeps_to_its_cores(served: Served) -> None:
+    """The API server beside it goes where there is time to spare."""
+    where = {
+        Path(f"/proc/{pid}/comm").read_text().strip(): os.sched_getaffinity(pid)
+        for pid in served.fleet.process(0).tree()
+    }
+    (engine,) = (cores for name, cores in where.items() if name.startswith("VLLM::Engine"))
+    (others,) = {frozenset(cores) for name, cores in where.items() if not name.startswith("VLLM::Engine")}
+    assert engine == set(plan_cores(served.run.config).engines[0])
+    assert others == os.sched_getaffinity(0)
 
 
 def test_token_is_neither_in_the_arguments_nor_in_the_log(served: Served) -> None:

@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,7 @@ def test_the_ratios_are_of_medians_over_the_rounds() -> None:
             "step_time_s": factor * seconds,
             "train_wait_ratio": 0.5,
             "engines_idle_ratio": 0,
+            "work_over_cores_s": 0.5,
         }
         for factor in (1.0, 0.9, 5.0)
         for setting, own in measured.items()
@@ -88,6 +92,24 @@ def test_the_ratios_are_of_medians_over_the_rounds() -> None:
     assert result["fully_async_over_bound"] == pytest.approx(0.63 / 0.6)
     assert result["sync_over_fully_async_balanced"] == pytest.approx(2.0)
     assert result["fully_async_over_bound_balanced"] == pytest.approx(0.6 / 0.55)
+    assert result["fully_async_over_work"] == pytest.approx(0.63 / 0.5)
+
+
+def test_work_over_cores_is_of_the_steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    # CPU seconds at the ends of steps 1 to 10: three between two steady ones.
+    assert modes.work_over_cores([0, 50, 100, 103, 106, 109, 112, 200, 300, 400]) == pytest.approx(3 / 4)
+
+
+def test_cpu_seconds_count_children() -> None:
+    before = modes.cpu_seconds()
+    script = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        used = modes.cpu_seconds() - before
+        child.kill()
+    assert 0.25 < used < 5
 
 
 def test_a_batch_recorded_in_parts_is_whole_and_has_each_group_once() -> None:
