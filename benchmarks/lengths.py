@@ -16,13 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from benchmarks.results import report
 from forebay.config import load_profile
 from forebay.data.prepare import prepare_data
-from forebay.lengths import stage
-from forebay.lengths.prompts import Prompts
 from forebay.lengths.stage import LengthsResult, predict_lengths
 from forebay.run import RunContext
 from forebay.scheduling.schedule import make_schedule
@@ -68,24 +65,14 @@ def measure(profile: str, overrides: Sequence[str], history: str | None, scratch
     for name in PREDICTORS:
         predictor = name.removesuffix("_prompt_only")
         more = [f"lengths.history={history}"] if predictor == "history" else []
+        more += ["lengths.greedy=never"] if name != predictor else []
         run = context(f"lengths.predictor={predictor}", *more)
         for part in ("data", "start_model"):
             shutil.copytree(base.root / part, run.root / part)
         started = time.monotonic()
-        result = prompt_only(run) if name != predictor else predict_lengths(run)
+        result = predict_lengths(run)
         rows.append(row_of(name, result, time.monotonic() - started))
     return rows
-
-
-def prompt_only(run: RunContext) -> LengthsResult:
-    """With nothing of the start model's but the profile."""
-    ordinary = stage.measure
-
-    def without(run: RunContext, prompts: Prompts, with_greedy: bool) -> Any:
-        return ordinary(run, prompts, with_greedy=False)
-
-    with mock.patch.object(stage, "measure", without):
-        return predict_lengths(run)
 
 
 def row_of(name: str, result: LengthsResult, seconds: float) -> dict[str, Any]:

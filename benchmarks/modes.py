@@ -111,15 +111,20 @@ def measure(setting: Setting, fresh: Any) -> list[dict[str, Any]]:
     for mode in setting.modes:
         run = fresh(mode)
         with recorded_batches(batches := {}):
-            used: list[float] = []
-            result = train(run, lambda record: used.append(cpu_seconds()))
-        rows.append({"what": mode, **steady(run), "work_over_cores_s": work_over_cores(used), **_kept(result)})
+            rows.append({"what": mode, **trained(run)})
     reference = rows[-1]  # fully_async comes last
     rate = generate_only(fresh("fully_async"), max(1, round(reference["in_flight_groups"])))
     rows.append(_alone("generate_only", reference["tokens_per_step"] / rate, tokens_per_s=rate))
     times = train_only(fresh("fully_async"), batches)
     rows.append(_alone("train_only", statistics.fmean(times[EDGE:-EDGE])))
     return rows
+
+
+def trained(run: RunContext) -> dict[str, Any]:
+    """The row of a training."""
+    used: list[float] = []
+    result = train(run, lambda record: used.append(cpu_seconds()))
+    return {**steady(run), "work_over_cores_s": work_over_cores(used), **_kept(result)}
 
 
 def steady(run: RunContext) -> dict[str, Any]:

@@ -120,10 +120,13 @@ class LengthsConfig(Config):
     """Profiling and prediction of response lengths."""
 
     predictor: Literal["features", "hidden_state", "length_lm", "history"] = "features"
-    """`features`: gradient boosting on cheap features of the prompt, and on its greedy response where asking for all of
-    these costs no more than the profile. `hidden_state`: ridge regression on the start
-    model's last hidden state of the prompt. `length_lm`: a causal LM with a regression head, fine-tuned.
-    `history`: the mean of the prompt's own lengths in an earlier run, `fallback` for the others."""
+    """`features`: gradient boosting on cheap features of the prompt, and on its greedy response (see `greedy`).
+    `hidden_state`: ridge regression on the start model's last hidden state of the prompt. `length_lm`: a causal LM with
+    a regression head, fine-tuned. `history`: the mean of the prompt's own lengths in an earlier run, `fallback` for the
+    others."""
+    greedy: Literal["auto", "always", "never"] = "auto"
+    """`features`: ask the start model for one greedy response to every training prompt. `auto`: where these are no more
+    responses than the profile has."""
     fallback: Literal["features", "hidden_state", "length_lm"] = "features"
     """Predictor of the prompts that `history` does not know."""
     history: str | None = None

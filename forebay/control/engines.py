@@ -80,11 +80,16 @@ class EnginePool:
         taken = min(engine.samples, self._rules.max_concurrent_samples) if engine is not None else 0
         self._taken += taken - self._slots.get(key, 0)
         self._slots[key] = taken
-        most = 1 if self._rules.minibatch_barrier else self._rules.max_concurrent_samples
-        if engine is not None and engine.samples < most and not engine.refreshing:
+        if engine is not None and not engine.refreshing and self._has_room(engine):
             self._free.add(key)
         else:
             self._free.discard(key)
+
+    def _has_room(self, engine: Engine) -> bool:
+        """A group all of whose responses are there, but not handed over yet, holds no slot and holds up a barrier."""
+        if self._rules.minibatch_barrier:
+            return not engine.groups
+        return engine.samples < self._rules.max_concurrent_samples
 
     def room(self, key: int) -> float:
         """Groups that may start there now. Behind a minibatch barrier: no limit but the minibatch."""

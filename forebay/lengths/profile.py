@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,6 +37,9 @@ LEAST, FIRST, MOST = 4, 64, 512
 `target_error` decides."""
 
 
+Greedy = Literal["auto", "always", "never"]
+
+
 @dataclass(frozen=True)
 class Profile:
     """What the start model answered."""
@@ -55,11 +58,11 @@ class Profile:
     """Whether every prompt has its greedy response."""
 
 
-def measure(run: RunContext, prompts: Prompts, with_greedy: bool) -> Profile:
-    """Profile and, `with_greedy`, one greedy response to every training prompt, unless that is more responses than the
-    profile has (`Profile.greedy`). Raises `UserError` if there are fewer than `LEAST` prompts and `RunError` if fewer
-    were answered."""
-    return asyncio.run(_measure(run, prompts, with_greedy))
+def measure(run: RunContext, prompts: Prompts, greedy: Greedy) -> Profile:
+    """Profile and, as `greedy` says, one greedy response to every training prompt (`auto`: unless that is more
+    responses than the profile has; see `Profile.greedy`). Raises `UserError` if there are fewer than `LEAST` prompts
+    and `RunError` if fewer were answered."""
+    return asyncio.run(_measure(run, prompts, greedy))
 
 
 def sample_order(sizes: Indices, seed: int) -> Indices:
@@ -94,7 +97,7 @@ def needed(means: Vector, target_error: float) -> int:
     return math.ceil((1.96 * float(np.std(means, ddof=1)) / (target_error * float(np.mean(means)))) ** 2)
 
 
-async def _measure(run: RunContext, prompts: Prompts, with_greedy: bool) -> Profile:
+async def _measure(run: RunContext, prompts: Prompts, greedy: Greedy) -> Profile:
     config = run.config
     if len(prompts) < LEAST:
         raise UserError(f"lengths: the training split has {len(prompts)} prompts, {LEAST} are needed: give more data")
@@ -112,7 +115,8 @@ async def _measure(run: RunContext, prompts: Prompts, with_greedy: bool) -> Prof
                 f"the engines refused the others: see {run.logs}"
             )
         affordable = len(prompts) <= len(found) * config.lengths.samples
-        if with_greedy and affordable:
+        with_greedy = greedy == "always" or (greedy == "auto" and affordable)
+        if with_greedy:
             with greedy_answers(run.cache, config, model) as known:
                 await ask.all(range(len(prompts)), prompts, known, _greedy, 1)
                 prompts = _with_greedy(prompts, known)
@@ -122,7 +126,7 @@ async def _measure(run: RunContext, prompts: Prompts, with_greedy: bool) -> Prof
         observed=observe([(answer.lengths, answer.truncated) for _, answer in found]),
         asked=ask.responses,
         refused=len(taken) - len(found),
-        greedy=with_greedy and affordable,
+        greedy=with_greedy,
     )
 
 

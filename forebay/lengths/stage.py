@@ -37,7 +37,7 @@ def predict_lengths(run: RunContext) -> LengthsResult:
     if not len(prompts):
         raise UserError(f"{run.data / 'train.parquet'}: the training split is empty")
     history = _history(run)
-    profile = measure(run, prompts, with_greedy=location_name(run) == "features")
+    profile = measure(run, prompts, greedy=run.config.lengths.greedy if location_name(run) == "features" else "never")
     fitted = fit(run, profile, history)
     config = run.config.lengths
     judgement = judge(fitted.judged, fitted.prompts, fitted.observed, config.quantile)

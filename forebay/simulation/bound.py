@@ -5,9 +5,9 @@
     N* = min(slots, KV capacity / ctx)   responses decoded at a time
 
 for B groups of n responses a step, G engines, prompts of p tokens (a prompt is computed once for its group). Scheduling
-moves neither term. A third one holds for runs with a hard staleness bound in which some response in every window of
-versions is as long as the longest: that response and one step must fit into (bound + 1) versions. It is given beside,
-not part of the maximum.
+moves neither term; only an engine that skips versions pauses less often than once for each. A third one holds for runs
+with a hard staleness bound in which some response in every window of versions is as long as the longest: that response
+and one step must fit into (bound + 1) versions. It is given beside, not part of the maximum.
 """
 
 import math

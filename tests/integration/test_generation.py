@@ -113,7 +113,7 @@ LONG = [4 + i % 90 for i in range(200)]
 
 
 def across(served: Served, name: str, tmp_path: Path, mode: RefreshMode, count: int = 24):
-    """`count` calls for 8 samples each (more than there are slots), with a refresh in their midst; what became of them, and the record."""
+    """`count` calls for 8 samples each, with a refresh in their midst; what became of them, and the record."""
     snapshot = snapshot_of(served, name, tmp_path)
 
     async def together():

@@ -180,6 +180,13 @@ def test_profile_fit_and_predictions(engines, start):
     assert json.loads((run.lengths / "report.json").read_text())["profiled"] == 100
 
 
+@pytest.mark.parametrize(("greedy", "asked"), [("always", 160 + 700), ("never", 160), ("auto", 160)])
+def test_greedy_responses_are_asked_for_as_the_profile_says(engines, start, greedy, asked):
+    result = predict_lengths(start(prompts=700, profile_prompts=40, predictor="features", greedy=greedy))
+    assert result.asked == asked
+    assert result.predictor == "features" + " with greedy responses" * (greedy == "always")
+
+
 def test_the_second_time_no_engine_starts_and_nothing_changes(engines, start):
     first = start()
     predict_lengths(first)
