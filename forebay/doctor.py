@@ -281,10 +281,17 @@ def check_data(config: RunConfig) -> Check:
 
 
 def check_reward(config: RunConfig) -> Check:
-    """A built-in name, or a function in a package that is here (found, not imported: it is the user's code)."""
+    """Built-in names, or functions in packages that are here (found, not imported: it is the user's code)."""
+    reward = config.reward
+    names = dict.fromkeys([reward.name, *(name for name in reward.weights if name != "answer"), *reward.options])
+    checks = [_check_verifier(name) for name in names]
+    bad = next((check for check in checks if not check.ok), None)
+    return bad or Check("reward", True, "; ".join(check.detail for check in checks))
+
+
+def _check_verifier(name: str) -> Check:
     from forebay.rewards import BUILT_IN
 
-    name = config.reward.name
     if name in BUILT_IN:
         return Check("reward", True, f"{name}: built in")
     module, _, function = name.partition(":")

@@ -29,6 +29,7 @@ from forebay.launch.cores import plan_cores
 from forebay.launch.ports import hold_port, require_free
 from forebay.launch.processes import spawn
 from forebay.rewards.pool import RewardPool
+from forebay.rewards.tally import Tally
 from forebay.run import RunContext
 from forebay.scheduling.schedule import FILE, read_schedule
 from forebay.telemetry.learning import learning_of
@@ -73,6 +74,10 @@ class TrainResult:
     trainer_restarts: int
     learning: dict[str, Any]
     """See `learning_of`."""
+    verdicts: dict[str, int]
+    """Responses by their verifier's verdict."""
+    reward_warnings: dict[str, int]
+    """Batches by the warning about them, see `forebay.rewards.tally`."""
 
 
 def train(run: RunContext, on_progress: Callable[[dict[str, Any]], None]) -> TrainResult:
@@ -85,8 +90,8 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
     cores = plan_cores(config)
     async with contextlib.AsyncExitStack() as stack:
         held = stack.enter_context(_control_port(config))
-        scorer = stack.enter_context(contextlib.closing(_reward_pool(run)))
         recorder = stack.enter_context(contextlib.closing(Recorder(run.root, on_progress)))
+        scorer = stack.enter_context(contextlib.closing(_reward_pool(run, recorder)))
         controller = Controller(rules_of(config), _prompts(run), recorder.settled, config.streaming)
         fleet = Fleet(run, run.start_model, cores)
         unit = ControlUnit(controller, fleet, scorer, recorder, seed=config.seed, patience=_patience(config))
@@ -98,7 +103,7 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
         except ForebayError as error:
             raise await _ended_early(error, unit, trainer) from None
         await trainer.finish()
-        return _result(unit, recorder, trainer.restarts, learning_of(config, recorder.steps))
+        return _result(unit, recorder, scorer.tally, trainer.restarts, learning_of(config, recorder.steps))
 
 
 async def _ended_early(error: ForebayError, unit: ControlUnit, trainer: "Trainer") -> ForebayError:
@@ -119,9 +124,11 @@ def _patience(config: RunConfig) -> Patience:
     )
 
 
-def _reward_pool(run: RunContext) -> RewardPool:
-    reward = run.config.reward
-    return RewardPool(reward.name, run.start_model, reward.workers, reward.timeout_s, reward.truncated)
+def _reward_pool(run: RunContext, recorder: Recorder) -> RewardPool:
+    config = run.config
+    batch = config.control.batch_groups * config.generation.group_size
+    tally = Tally(batch, recorder.verdicts, recorder.event)
+    return RewardPool(config.reward, run.start_model, config.generation.max_new_tokens, tally)
 
 
 def _control_port(config: RunConfig) -> socket.socket:
@@ -143,7 +150,7 @@ def _prompts(run: RunContext) -> Iterator[Minibatch]:
 
     def prompt(prompt_id: str, predicted: float) -> Prompt:
         row = rows[prompt_id]
-        return Prompt(prompt_id, tuple(row.prompt_ids), row.prompt, row.answer, predicted)
+        return Prompt(prompt_id, tuple(row.prompt_ids), row.prompt, row.answer, predicted, row.verifier)
 
     minibatches = [[tuple(prompt(*item) for item in minibatch) for minibatch in group] for group in groups]
     return scheduled(minibatches, run.config.seed)
@@ -232,7 +239,9 @@ class Trainer:
         self._process = spawn("trainer", argv, env=env, log=self._run.logs / "trainer.log", cores=self._cores)
 
 
-def _result(unit: ControlUnit, recorder: Recorder, trainer_restarts: int, learning: dict[str, Any]) -> TrainResult:
+def _result(
+    unit: ControlUnit, recorder: Recorder, tally: Tally, trainer_restarts: int, learning: dict[str, Any]
+) -> TrainResult:
     controller = unit.controller
     steady = recorder.steps[WARM_UP_STEPS:] or recorder.steps
     first, last = recorder.steps[0], recorder.steps[-1]
@@ -258,4 +267,6 @@ def _result(unit: ControlUnit, recorder: Recorder, trainer_restarts: int, learni
         engine_restarts=unit.engine_restarts,
         trainer_restarts=trainer_restarts,
         learning=learning,
+        verdicts=dict(tally.verdicts),
+        reward_warnings=dict(tally.warnings),
     )

@@ -208,6 +208,10 @@ class RunConfig(Config):
 
     def _check_algorithm(self) -> None:
         algorithm, budget = self.algorithm, self.generation.max_new_tokens
+        if algorithm.overlong_buffer and "overlong" in self.reward.weights:
+            raise ValueError(
+                "reward.weights has overlong and algorithm.overlong_buffer is set: both punish length; remove one"
+            )
         if algorithm.overlong_buffer > budget:
             raise ValueError(
                 f"algorithm.overlong_buffer ({algorithm.overlong_buffer}) is more than generation.max_new_tokens "

@@ -1,8 +1,8 @@
 """One model per concern. Nothing here imports torch, Prefect or vLLM."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from forebay.config.base import Config
 
@@ -63,7 +63,9 @@ class ColumnsConfig(Config):
     prompt: str = "prompt"
     """A text, or a list of chat messages ({role, content})."""
     answer: str = "answer"
-    """What the reward checks against: text, number, or a JSON-like object."""
+    """What the verifier checks against: text, number, or a JSON-like object."""
+    verifier: str = "verifier"
+    """The row's own verifier, by name (see `reward.options`); there need not be such a column."""
 
 
 class DataConfig(Config):
@@ -91,13 +93,27 @@ class RewardConfig(Config):
     """How responses are scored."""
 
     name: str = "maze"
-    """A built-in verifier (`maze`, `math`, `exact`) or `package.module:function`."""
+    """The verifier of rows that name none themselves: `math`, `dapo_math`, `boxed`, `geo3k`, `exact`, `numeric`,
+    `choice`, `json_call`, `maze`, `overlong`, `format`, or `package.module:function` (docs/rewards.md)."""
+    weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default={"answer": 1.0})
+    """Verifier -> weight: the score is their weighted sum. `answer` stands for the row's own verifier, else `name`."""
+    options: dict[str, dict[str, Any]] = Field(default={})
+    """Verifier -> its options, by name. Rows may name the verifiers that stand here, and the built-in ones."""
     workers: Positive = 1
     """Processes that score."""
     timeout_s: Seconds = 10.0
-    """Hard limit for one group's scoring; the worker is killed and the group fails with this reason."""
+    """Hard limit for judging one response (functions that are asynchronous or take all responses to a prompt at once:
+    for all of them); the worker is killed, the response has `timed_out` and its group fails with this reason."""
     truncated: Literal["zero", "score"] = "zero"
     """Responses cut off at `generation.max_new_tokens`: reward 0, or scored like any other."""
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        if not self.weights or 0.0 in self.weights.values():
+            raise ValueError("weights: give at least one verifier, each with a weight other than 0")
+        if "answer" in (self.name, *self.options):
+            raise ValueError("answer is no verifier: it stands for `name` in `weights`, and only there")
+        return self
 
 
 class AssumedLengthsConfig(Config):

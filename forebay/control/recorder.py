@@ -77,6 +77,8 @@ class Recorder:
         self.token_staleness: Counter[int] = Counter()
         """Trained tokens by age."""
         self.pauses: list[float] = []
+        self.verdicts: Counter[str] = Counter()
+        """Responses judged so far, by verdict; the reward workers' owner counts."""
         self.tokens = self.tokens_recomputed = 0
         """Response tokens of finished groups; tokens whose KV cache was computed again after a refresh."""
 
@@ -164,6 +166,7 @@ class Recorder:
             "trained_groups": len(batch.groups),
             "filtered_groups": len(batch.skipped),
             "tokens_generated": self.tokens,
+            "verdicts": dict(self.verdicts),
         }
         self.steps.append(record)
         self._write("step", record, flush=True)

@@ -24,6 +24,8 @@ class Prompt:
     """JSON; what the reward checks against."""
     predicted_length: float
     """Mean response length in tokens, as predicted before the run."""
+    verifier: str = ""
+    """The row's own verifier; "" leaves it to the profile."""
 
 
 class VersionSpan(NamedTuple):
@@ -173,7 +175,9 @@ class GenerationEngine(Protocol):
 class Scorer(Protocol):
     """What the Control Unit knows of the reward workers."""
 
-    async def score(self, responses: Sequence[tuple[Sequence[int], bool]], answer: str, prompt: str) -> Sequence[float]:
+    async def score(
+        self, responses: Sequence[tuple[Sequence[int], bool]], answer: str, prompt: str, verifier: str
+    ) -> Sequence[float]:
         """A reward for each (token ids, finished); raises `DataError` for the group's own fault."""
 
 

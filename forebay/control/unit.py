@@ -163,6 +163,7 @@ class ControlUnit:
             "credits": controller.credits.batches,
             "engines": {key: engine.version for key, engine in controller.engines.items()},
             "fates": controller.ledger.fates(),
+            "verdicts": dict(self._recorder.verdicts),
         }
 
     # ---- decisions carried out
@@ -216,7 +217,8 @@ class ControlUnit:
     async def _score(self, group: Group) -> None:
         responses = [(sample.ids, sample.finish_reason == "stop") for sample in group.samples]
         try:
-            rewards = await self._scorer.score(responses, group.prompt.answer, group.prompt.text)
+            prompt = group.prompt
+            rewards = await self._scorer.score(responses, prompt.answer, prompt.text, prompt.verifier)
         except DataError as fault:
             self.controller.scoring_failed(group.group_id, str(fault))
         else:

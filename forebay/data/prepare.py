@@ -19,7 +19,7 @@ from forebay.data.split import SPLITS, split_rows
 from forebay.data.start_model import MAZE_TINY, resolve_start_model
 from forebay.data.template import Template
 from forebay.errors import DataError, UserError
-from forebay.rewards import load_reward
+from forebay.rewards.composition import Composition, may_name
 from forebay.run import RunContext
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def prepare_data(run: RunContext, on_progress: "OnProgress | None" = None) -> Pr
         raise UserError(
             "lengths.assumed is for `forebay schedule`, `simulate` and `plan`: remove it from the profile to run it"
         )
-    load_reward(config.reward.name)  # a wrong name is better found now than after the engines have started
+    Composition(
+        config.reward, config.generation.max_new_tokens
+    )  # a wrong name is better found now than after the engines have started
     if config.model.path == MAZE_TINY and config.data.source != MAZE:
         raise UserError(f"model.path {MAZE_TINY} reads only data.source {MAZE}; for other data set another model.path")
     if config.data.source.startswith("builtin:"):
@@ -91,6 +93,9 @@ def _read(config: RunConfig, template: Template) -> tuple[list[Row], list[BadRow
     for number, item in read_source(config.data):
         if isinstance(item, BadRow):
             bad.append(item)
+        elif not may_name(config.reward, item.verifier):
+            reason = f"verifier {item.verifier!r} is neither built in nor named in the profile (reward.options)"
+            bad.append(bad_row(number, config.data.source, reason, item.messages))
         else:
             drafts.append((number, item))
     good = []

@@ -59,7 +59,7 @@ def draft_of(record: Record, data: DataConfig) -> Draft:
             there = ", ".join(map(str, record)) or "none"
             raise DataError(f"no column {column!r} (columns here: {there}; set data.columns.{field})")
     messages = _messages(record[data.columns.prompt])
-    return Draft(messages, _answer(record[data.columns.answer]), data.source)
+    return Draft(messages, _answer(record[data.columns.answer]), data.source, _verifier(record, data))
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
@@ -95,6 +95,13 @@ def _answer(value: Any) -> str:
     except (TypeError, ValueError):
         raise DataError(f"the answer is {_kind(value)}, which is not plain JSON") from None
     return text
+
+
+def _verifier(record: Mapping[str, Any], data: DataConfig) -> str:
+    value = record.get(data.columns.verifier)
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"the verifier (data.columns.verifier) is {_kind(value)}, not a name")
+    return value or ""
 
 
 def _kind(value: Any) -> str:

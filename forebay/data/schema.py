@@ -3,7 +3,8 @@
 Invariants:
 - `prompt_id` is the first 16 hex digits of the SHA-256 of the canonical JSON of `messages`: equal prompts, equal ids.
 - `prompt_ids` is the chat template applied with the start model's tokenizer, ready for an engine.
-- `answer` is JSON; the reward gets what it decodes to.
+- `answer` is JSON; the verifier gets what it decodes to.
+- `verifier` names the row's own verifier; "" leaves it to `reward.name`.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ ROWS = pa.schema(
         ("prompt_ids", pa.list_(pa.int32())),
         ("answer", pa.string()),
         ("source", pa.string()),
+        ("verifier", pa.string()),
     ]
 )
 QUARANTINE = pa.schema(
@@ -43,6 +45,7 @@ class Draft:
     answer: str
     """JSON."""
     source: str
+    verifier: str = ""
 
     @property
     def prompt(self) -> str:
@@ -65,6 +68,7 @@ class Row:
     prompt_ids: tuple[int, ...]
     answer: str
     source: str
+    verifier: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,14 @@ def read_rows(path: Path) -> list[Row]:
     except (OSError, pa.ArrowException) as error:
         raise RunError(f"{path}: cannot be read as Forebay's rows ({str(error).splitlines()[0]})") from None
     return [
-        Row(**{**row, "messages": tuple(row["messages"]), "prompt_ids": tuple(row["prompt_ids"])})
+        Row(
+            **{
+                **row,
+                "messages": tuple(row["messages"]),
+                "prompt_ids": tuple(row["prompt_ids"]),
+                "verifier": row["verifier"] or "",  # files of before there was one
+            }
+        )
         for row in table.to_pylist()
     ]
 

@@ -56,4 +56,6 @@ class Template:
             return DataError(
                 f"the prompt has {len(ids)} tokens; model.max_model_len - generation.max_new_tokens leaves {self._room}"
             )
-        return Row(draft.prompt_id, draft.messages, draft.prompt, tuple(ids), draft.answer, draft.source)
+        return Row(
+            draft.prompt_id, draft.messages, draft.prompt, tuple(ids), draft.answer, draft.source, draft.verifier
+        )

@@ -48,7 +48,7 @@ class Scorer(Protocol):
     """What the examination needs of the reward workers; raises `DataError` for one bad row, `RunError` if broken."""
 
     async def score(
-        self, responses: Sequence[tuple[Sequence[int], bool]], answer_json: str, prompt: str
+        self, responses: Sequence[tuple[Sequence[int], bool]], answer_json: str, prompt: str, verifier: str
     ) -> list[float]: ...
 
 
@@ -141,7 +141,7 @@ class Examiner:
             self._check_version(i, sample)
             with self._wait("the reward workers"):
                 finished = sample.finish_reason == "stop"
-                (reward,) = await self._scorer.score([(sample.ids, finished)], row.answer, row.prompt)
+                (reward,) = await self._scorer.score([(sample.ids, finished)], row.answer, row.prompt, row.verifier)
         except DataError as error:
             return Answer(sample, None, str(error))
         return Answer(sample, reward)

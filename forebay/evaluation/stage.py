@@ -29,6 +29,7 @@ from forebay.evaluation.compare import by_category, compare, pick_examples
 from forebay.generation.fleet import Fleet
 from forebay.launch.cores import plan_cores
 from forebay.rewards.pool import RewardPool
+from forebay.rewards.tally import Tally
 from forebay.run import RunContext
 
 
@@ -118,8 +119,10 @@ def summarize(run: RunContext, samples: Sequence[dict[str, Any]]) -> EvaluationR
 
 
 async def _examine(run: RunContext, rows: Sequence[Row], trained: Snapshot) -> tuple[list[Answer], list[Answer]]:
-    config, reward = run.config, run.config.reward
-    pool = RewardPool(reward.name, run.start_model, reward.workers, reward.timeout_s, reward.truncated)
+    config = run.config
+    # Accuracy is the first term's: the others shape what is learnt.
+    reward = config.reward.model_copy(update={"weights": {next(iter(config.reward.weights)): 1.0}})
+    pool = RewardPool(reward, run.start_model, config.generation.max_new_tokens, Tally(len(rows)))
     try:
         async with Fleet(run, run.start_model, plan_cores(config)) as fleet:
             examiner = Examiner(fleet, pool, config)

@@ -21,11 +21,13 @@ def exposition(status: Mapping[str, Any]) -> str:
     """The text for a scrape of what `ControlUnit.status()` gave."""
     fates = status["fates"]
     left = [({"fate": fate}, count) for fate, count in fates.items() if fate not in COUNTS]
+    verdicts = [({"verdict": verdict}, count) for verdict, count in status["verdicts"].items()]
     versions = [({"engine": str(key)}, version) for key, version in status["engines"].items()]
     metrics = [
         _metric("groups_admitted_total", "counter", "Groups that were admitted.", _one(fates["admitted"])),
         _metric("groups_total", "counter", "Groups that have left, by fate.", left),
         _metric("groups_in_flight", "gauge", "Groups that have no fate yet.", _one(fates["in_flight"])),
+        _metric("responses_total", "counter", "Responses judged, by their verifier's verdict.", verdicts),
         _metric("generating_groups", "gauge", "Groups that engines work on.", _one(status["generating"])),
         _metric("queued_groups", "gauge", "Groups in the Training Queue.", _one(status["queued"])),
         _metric("credits_batches", "gauge", "Groups that may be outstanding, in batches.", _one(status["credits"])),

@@ -40,6 +40,7 @@ KEYS = (
     "trainer",
     "learning",
     "fates",
+    "rewards",
     "tokens_per_s",
     "lengths",
     "schedule",
@@ -80,6 +81,7 @@ def build_summary(
         "trainer": {"restarts": trained.trainer_restarts},
         "learning": trained.learning,
         "fates": {str(fate): count for fate, count in trained.fates.items()},
+        "rewards": {"verdicts": trained.verdicts, "warnings": trained.reward_warnings},
         "tokens_per_s": _finite(trained.tokens_per_s),
         "lengths": {
             "predictor": lengths.predictor,

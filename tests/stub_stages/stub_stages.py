@@ -57,6 +57,8 @@ class Trained:
     fates: dict[str, int] = field(
         default_factory=lambda: {"admitted": 10, "trained": 7, "filtered": 2, "stale": 1, "failed": 0}
     )
+    verdicts: dict[str, int] = field(default_factory=lambda: {"right": 30, "wrong": 41, "timed_out": 1})
+    reward_warnings: dict[str, int] = field(default_factory=lambda: {"AllScoresEqual": 2})
     tokens_per_s: float = 900.0
 
 

@@ -73,7 +73,7 @@ class StubFleet:
 
 
 class StubScorer:
-    async def score(self, responses, answer, prompt):
+    async def score(self, responses, answer, prompt, verifier):
         if prompt == "bad":
             raise DataError("reward math: no number in the answer")
         return [float(i % 2) for i in range(len(responses))]
@@ -201,7 +201,7 @@ def test_nothing_is_started_once_the_run_is_over(tmp_path):
 @pytest.mark.parametrize(("dynamic", "reason"), [(False, "no number"), (True, "max_refills")])
 def test_groups_that_all_come_to_nothing_end_the_run_with_the_reason(tmp_path, dynamic, reason):
     class Fruitless(StubScorer):
-        async def score(self, responses, answer, prompt):
+        async def score(self, responses, answer, prompt, verifier):
             if dynamic:
                 return [1.0] * len(responses)
             raise DataError("no number in the answer")

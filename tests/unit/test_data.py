@@ -22,7 +22,7 @@ from forebay.data.read import read_source
 from forebay.data.schema import Draft, Row, prompt_id, read_rows, write_rows
 from forebay.data.split import SPLITS, split_rows
 from forebay.errors import RunError, UserError
-from forebay.rewards import load_reward
+from forebay.rewards import load_verifier
 from forebay.run import RunContext
 from forebay.training.tiny_model import SPECIALS, TinyQwen3, make_tokenizer, save_model
 
@@ -351,7 +351,7 @@ def test_the_example_of_own_data_has_good_rows_and_a_reward_that_loads() -> None
     rows = [item for _, item in read_source(config.data)]
     assert len(rows) == 32
     assert all(isinstance(row, Draft) for row in rows)
-    reward = load_reward(config.reward.name)
+    reward = load_verifier(config.reward.name).function
     assert reward("It is paris.", "Paris", "") == 1.0
     assert reward("Paris" + "!" * 75, "Paris", "") == 0.5
     assert reward("Rome", "Paris", "") == 0.0

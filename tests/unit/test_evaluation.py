@@ -165,7 +165,7 @@ class FakeScorer:
         self.finished: list[bool] = []
 
     async def score(
-        self, responses: Sequence[tuple[Sequence[int], bool]], answer_json: str, prompt: str
+        self, responses: Sequence[tuple[Sequence[int], bool]], answer_json: str, prompt: str, verifier: str
     ) -> list[float]:
         if answer_json in self.bad:
             raise DataError("the verifier choked")
@@ -399,11 +399,11 @@ def test_evaluate_compares_the_two_models_and_leaves_the_files(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("reward", "kind", "message"),
     [
-        ("operator:contains", UserError, "reward.name operator:contains: must take"),
+        ("operator:contains", UserError, "reward operator:contains: it must take"),
         (
             "posixpath:join",
             RunError,
-            "not one of 4 test prompts could be scored; the first: the reward function raised",
+            "not one of 4 test prompts could be scored; the first: reward posixpath:join: failed, raised TypeError",
         ),
     ],
 )

@@ -93,6 +93,8 @@ def test_a_complete_run_publishes_its_summary(config: RunConfig, saved: list[tup
     }
     assert (summary["engines"], summary["trainer"]) == ({"restarts": 1}, {"restarts": 0})
     assert summary["learning"] == {"correction": "behaviour"}
+    assert summary["rewards"]["verdicts"]["timed_out"] == 1
+    assert summary["rewards"]["warnings"] == {"AllScoresEqual": 2}
     fates = summary["fates"]
     assert fates["admitted"] == sum(fates[fate] for fate in ("trained", "filtered", "stale", "failed"))
     assert summary["evaluation"] == {"n": 64, "before": 0.25, "after": 0.5, "p_value": 0.001}

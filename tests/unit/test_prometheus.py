@@ -86,14 +86,16 @@ def _unescape(text, meanings):
 
 def make_status(**changes):
     fates = {"admitted": 15, "trained": 8, "filtered": 3, "stale": 1, "failed": 0, "in_flight": 3}
+    verdicts = {"right": 40, "timed_out": 2}
     numbers = {"step": 2, "steps": 60, "version": 2, "queued": 1, "generating": 2, "credits": 1.75}
-    return numbers | {"training_step": None, "engines": {0: 2, 1: 1}, "fates": fates} | changes
+    return numbers | {"training_step": None, "engines": {0: 2, 1: 1}, "fates": fates, "verdicts": verdicts} | changes
 
 
 def test_every_number_is_there_with_its_type():
     metrics = parse(exposition(make_status()))
     assert metrics["forebay_groups_total"].by("fate") == {"trained": 8, "filtered": 3, "stale": 1, "failed": 0}
     assert metrics["forebay_engine_version"].by("engine") == {"0": 2, "1": 1}
+    assert metrics["forebay_responses_total"].by("verdict") == {"right": 40, "timed_out": 2}
     single = {name: m.value for name, m in metrics.items() if () in m.values}
     assert single == {
         "forebay_groups_admitted_total": 15,

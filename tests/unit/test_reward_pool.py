@@ -6,18 +6,28 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from forebay.config import RewardConfig
 from forebay.errors import DataError, RunError, UserError
-from forebay.rewards import BUILT_IN, load_reward
-from forebay.rewards import pool as pool_module
+from forebay.rewards import Judgement
 from forebay.rewards.pool import RewardPool
-from forebay.training.tiny_model import END, SPECIALS, make_tokenizer
+from forebay.rewards.worker import load_decoder
+from forebay.training.tiny_model import END, make_tokenizer
+from tests.support.golden_rewards import HOSTILE, HUGE
 
 WORDS = ["a1", "b1", "a2", "b2", "a1>", "a1v", "S", "G"]
 TOKENIZER = make_tokenizer(WORDS)
 MODULE = "tests.unit.reward_functions"
+
+
+BUDGET = 16
+
+
+def pool_of(name: str, folder: Path, **settings: Any) -> RewardPool:
+    return RewardPool(RewardConfig(name=name, **settings), folder, BUDGET)
 
 
 def ids(text: str) -> list[int]:
@@ -33,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def moody(folder: Path) -> Iterator[RewardPool]:
-    pool = RewardPool(f"{MODULE}:moody", folder, workers=1, timeout_s=1.0)
+    pool = pool_of(f"{MODULE}:moody", folder, timeout_s=1.0)
     yield pool
     pool.close()
 
@@ -50,13 +60,14 @@ def runs(pid: str) -> bool:
 
 
 def test_maze_rewards_decode_without_special_tokens_and_zero_what_is_cut_off(folder: Path) -> None:
-    pool = RewardPool("maze", folder, workers=1, timeout_s=10.0)
+    pool = pool_of("maze", folder)
     try:
         group = [(ids(f"a1b1b2{END}"), True), (ids("a1b1b2"), False), (ids(f"a1a2b2{END}"), True)]
         assert asyncio.run(pool.score(group, '{"side": 2}', "a1>a1vb1vSa1Gb2")) == [1.0, 0.0, 0.0]
         assert asyncio.run(pool.score([], "1", "x")) == []
-        with pytest.raises(DataError, match="raised ValueError: not a maze"):
+        with pytest.raises(DataError, match="response 1 of 3: failed, raised ValueError: not a maze"):
             asyncio.run(pool.score(group, "1", "not in my town"))
+        assert pool.tally.verdicts == {"right": 1, "cut_off": 2, "wrong": 1, "failed": 2}
     finally:
         pool.close()
 
@@ -64,7 +75,7 @@ def test_maze_rewards_decode_without_special_tokens_and_zero_what_is_cut_off(fol
 def test_formulas_are_compared_in_the_worker(tmp_path: Path) -> None:
     letters = make_tokenizer([*r"\boxed{}sqrt28 "])
     letters.save(str(tmp_path / "tokenizer.json"))
-    pool = RewardPool("math", tmp_path, workers=1, timeout_s=30.0)
+    pool = pool_of("math", tmp_path, timeout_s=30.0)
     try:
         group = [(letters.encode(rf"\boxed{{{text}}}").ids, True) for text in (r"2\sqrt{2}", r"8\sqrt{2}", "2")]
         assert asyncio.run(pool.score(group, json.dumps(r"\sqrt{8}"), "x")) == [1.0, 0.0, 0.0]
@@ -74,10 +85,11 @@ def test_formulas_are_compared_in_the_worker(tmp_path: Path) -> None:
 
 def test_workers_end_with_a_parent_that_was_killed(folder: Path) -> None:
     script = f"""
-import asyncio, multiprocessing, pathlib, threading, time
+import asyncio, multiprocessing, pathlib
+from forebay.config import RewardConfig
 from forebay.rewards.pool import RewardPool
 if __name__ == "__main__":
-    pool = RewardPool("{MODULE}:moody", pathlib.Path("{folder}"), 1, 60.0)
+    pool = RewardPool(RewardConfig(name="{MODULE}:moody", timeout_s=60.0), pathlib.Path("{folder}"), 16)
     asyncio.run(pool.score([([5], True)], "1", "good"))
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     asyncio.run(pool.score([([5], True)], "1", "hang"))
@@ -96,7 +108,7 @@ if __name__ == "__main__":
 
 
 def test_own_function_gets_text_answer_and_prompt_and_truncated_responses_if_asked(folder: Path) -> None:
-    pool = RewardPool(f"{MODULE}:length", folder, workers=2, timeout_s=10.0, truncated="score")
+    pool = pool_of(f"{MODULE}:length", folder, workers=2, truncated="score")
 
     async def many() -> list[list[float]]:
         return await asyncio.gather(*(pool.score([(ids("a1" * n), False)], '{"plus": 1}', "xyz") for n in range(20)))
@@ -112,9 +124,9 @@ def test_own_function_gets_text_answer_and_prompt_and_truncated_responses_if_ask
     [
         ("raise", "raised KeyError: 'no such thing"),
         ("exit", "raised SystemExit: 3"),
-        ("nan", "returned nan"),
-        ("inf", "returned inf"),
-        ("text", "raised ValueError"),
+        ("nan", "returned nan, not a finite number"),
+        ("inf", "returned inf, not a finite number"),
+        ("text", "returned 'much', not a number"),
     ],
 )
 def test_bad_behaviour_has_a_reason(moody: RewardPool, prompt: str, reason: str) -> None:
@@ -127,11 +139,11 @@ def test_bad_behaviour_has_a_reason(moody: RewardPool, prompt: str, reason: str)
 @pytest.mark.parametrize("prompt", ["hang", "hang in C"])
 def test_a_hang_is_killed_and_the_next_group_is_scored(moody: RewardPool, prompt: str) -> None:
     ask(moody, "good")
-    before, began = moody.timeouts, time.monotonic()
+    before, began = moody.tally.verdicts["timed_out"], time.monotonic()
     with pytest.raises(DataError, match=r"longer than reward.timeout_s"):
         ask(moody, prompt)
     assert time.monotonic() - began < 8
-    assert moody.timeouts == before + 1
+    assert moody.tally.verdicts["timed_out"] == before + 1
     assert ask(moody, "good") == [1.0]
 
 
@@ -159,7 +171,7 @@ def test_the_event_loop_runs_on_while_a_group_is_scored(moody: RewardPool) -> No
 def test_close_leaves_no_worker_and_a_closed_pool_says_so(folder: Path, moody: RewardPool) -> None:
     ask(moody, "good")  # so that its worker is among those before
     before = set(multiprocessing.active_children())
-    pool = RewardPool(f"{MODULE}:moody", folder, workers=2, timeout_s=5.0)
+    pool = pool_of(f"{MODULE}:moody", folder, workers=2, timeout_s=5.0)
     assert ask(pool, "good") == [1.0]
     started = set(multiprocessing.active_children()) - before
     assert len(started) == 2
@@ -172,13 +184,13 @@ def test_close_leaves_no_worker_and_a_closed_pool_says_so(folder: Path, moody: R
 
 def test_a_tokenizer_without_tokenizer_json_decodes_through_transformers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    decode = pool_module._load_decoder(str(tmp_path))
+    decode = load_decoder(str(tmp_path))
     assert decode([*(byte + 3 for byte in b"a1 b2"), 1]) == "a1 b2"
 
 
 def test_a_reward_that_cannot_be_loaded_or_a_folder_without_tokenizer_is_told(folder: Path, tmp_path: Path) -> None:
     for name, where, words in (("no.such:thing", folder, "cannot import no.such"), ("exact", tmp_path, "no tokenizer")):
-        pool = RewardPool(name, where, workers=1, timeout_s=60.0)
+        pool = pool_of(name, where)
         try:
             with pytest.raises(UserError, match=words):
                 ask(pool, "good")
@@ -186,22 +198,104 @@ def test_a_reward_that_cannot_be_loaded_or_a_folder_without_tokenizer_is_told(fo
             pool.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("mazes", "write maze, math, exact or package.module:function"),
-        ("a.b:", "write maze"),
-        ("no_such_module:f", "cannot import no_such_module .ModuleNotFoundError"),
-        (f"{MODULE}:missing", "has no function missing"),
-        (f"{MODULE}:not_a_function", "has no function not_a_function"),
-        (f"{MODULE}:two", "must take .response, answer, prompt."),
-    ],
-)
-def test_names_of_rewards_are_checked(name: str, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        load_reward(name)
+def test_only_the_response_that_hangs_times_out_and_the_others_are_judged(folder: Path) -> None:
+    pool = pool_of(f"{MODULE}:as_it_says", folder, timeout_s=1.0)
+    group = [(ids(text), True) for text in ("a1", "a1a1", "a1", "b1", "b1b1", "a1")]
+    try:
+        judged = asyncio.run(pool.judge(group, "1", "x"))
+        assert [judgement.verdict for judgement in judged] == [
+            "right",
+            "timed_out",
+            "right",
+            "failed",
+            "wrong",
+            "right",
+        ]
+        assert [judgement.score for judgement in judged] == [1.0, None, 1.0, None, 0.0, 1.0]
+        assert "its process ended twice" in judged[3].reason
+        with pytest.raises(DataError, match=r"response 2 of 6: timed_out, longer than reward\.timeout_s"):
+            asyncio.run(pool.score(group, "1", "x"))
+    finally:
+        pool.close()
 
 
-def test_built_in_rewards_load() -> None:
-    assert all(callable(load_reward(name)) for name in BUILT_IN)
-    assert len(SPECIALS) == 4
+def test_children_of_a_verifier_end_with_it(folder: Path, tmp_path: Path) -> None:
+    pool = pool_of(f"{MODULE}:moody", folder, timeout_s=1.0)
+    try:
+        ask(pool, "good")
+        with pytest.raises(DataError, match="timed_out"):
+            ask(pool, f"child {tmp_path / 'pid'}")
+        deadline = time.monotonic() + 10
+        while runs((tmp_path / "pid").read_text()):
+            assert time.monotonic() < deadline, "the verifier's own child outlives it"
+            time.sleep(0.05)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("name", ["batch", "async_single", "async_batch"])
+def test_functions_that_are_asynchronous_or_take_all_responses(folder: Path, name: str) -> None:
+    pool = pool_of(f"{MODULE}:{name}", folder, timeout_s=5.0)
+    group = [(ids("a1" * n), n != 2) for n in range(1, 5)]
+    try:
+        began = time.monotonic()
+        judged = asyncio.run(pool.judge(group, '{"plus": 0.5}', "x"))
+        assert [judgement.score for judgement in judged] == [2.5, 0.0, 6.5, 8.5]
+        assert judged[1].verdict == "cut_off"
+        assert time.monotonic() - began < 30
+        with pytest.raises(DataError, match=r"raised KeyError|returned"):
+            asyncio.run(pool.score(group, "{}", "x"))
+    finally:
+        pool.close()
+
+
+def test_all_responses_time_out_where_they_are_judged_together(folder: Path) -> None:
+    pool = pool_of(f"{MODULE}:async_single", folder, timeout_s=1.0)
+    try:
+        judged = asyncio.run(pool.judge([(ids("a1"), True), (ids("b1"), True)], '{"plus": 1, "sleep": "b1"}', "x"))
+        assert [judgement.verdict for judgement in judged] == ["right", "timed_out"]
+    finally:
+        pool.close()
+
+
+def test_rows_bring_their_own_verifier_but_no_code_of_their_own(folder: Path) -> None:
+    pool = pool_of("maze", folder, options={f"{MODULE}:length": {}})
+    group = [(ids("a1b1b2"), True)]
+    try:
+        assert asyncio.run(pool.score(group, '"a1b1b2"', "x", "exact")) == [1.0]
+        assert asyncio.run(pool.score(group, '{"plus": 1}', "xy", f"{MODULE}:length")) == [9.0]
+        with pytest.raises(DataError, match="failed, verifier os:abort of this row is neither built in nor named"):
+            asyncio.run(pool.score(group, "1", "x", "os:abort"))
+        assert asyncio.run(pool.score(group, "1", "a1>a1vb1vSa1Gb2")) == [1.0]
+    finally:
+        pool.close()
+
+
+def test_weights_compose_and_length_is_counted_in_tokens(folder: Path) -> None:
+    weights = {"answer": 0.5, "overlong": 2.0}
+    pool = pool_of("exact", folder, weights=weights, options={"overlong": {"buffer": 4}})
+    try:
+        long = "a1" * 14  # the buffer begins after 12 of 16 tokens
+        group = [(ids("a1"), True), (ids(long), True), (ids("a1" * 16), False)]
+        judged = asyncio.run(pool.judge(group, '"a1"', "x"))
+        assert [(j.score, j.verdict) for j in judged] == [(0.5, "right"), (-1.0, "wrong"), (-2.0, "cut_off")]
+        assert judged[1].reason == "exact 0 (another text); overlong -0.5 (14 of 16 tokens, penalty from 12 on)"
+        assert isinstance(judged[0], Judgement)
+    finally:
+        pool.close()
+
+
+def test_hostile_answers_neither_stall_nor_stay_unjudged(tmp_path: Path) -> None:
+    hostile = [row for row in (*HOSTILE, *HUGE) if all(ord(letter) < 128 for letter in row.response)]
+    letters = make_tokenizer([chr(code) for code in range(32, 127)])
+    letters.save(str(tmp_path / "tokenizer.json"))
+    pool = pool_of("math", tmp_path, timeout_s=5.0)
+    try:
+        began = time.monotonic()
+        for row in hostile:
+            response = row.response[:2000].replace("\n", " ")
+            (judged,) = asyncio.run(pool.judge([(letters.encode(response).ids, True)], json.dumps(row.truth), "x"))
+            assert judged.verdict in ("right", "wrong"), (row.response[:80], judged)
+        assert time.monotonic() - began < 60
+    finally:
+        pool.close()
