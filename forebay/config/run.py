@@ -122,6 +122,12 @@ class RunConfig(Config):
                 f"training.micro_batch_tokens ({self.training.micro_batch_tokens}) cannot hold one sequence of "
                 f"model.max_model_len ({most}): raise it"
             )
+        assumed = self.lengths.assumed
+        if assumed is not None and assumed.prompt_tokens + gen.max_new_tokens > most:
+            raise ValueError(
+                f"lengths.assumed.prompt_tokens ({assumed.prompt_tokens}) and generation.max_new_tokens "
+                f"({gen.max_new_tokens}) exceed model.max_model_len ({most}): lower one or raise the last"
+            )
         if self.lengths.predictor == "history" and not self.lengths.history:
             raise ValueError(
                 "lengths.predictor history needs lengths.history, the ledger.parquet or profile.parquet of an earlier "

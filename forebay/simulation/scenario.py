@@ -115,14 +115,9 @@ def _workload(config: RunConfig, calibration: Calibration | None, limit: int) ->
 
 def _assumed(config: RunConfig) -> AssumedLengthsConfig:
     """The profile's, or one that fits its budget: a fifth of it is the median."""
-    budget, room = config.generation.max_new_tokens, config.model.max_model_len - config.generation.max_new_tokens
     if config.lengths.assumed is not None:
-        if config.lengths.assumed.prompt_tokens > room:
-            raise UserError(
-                f"lengths.assumed.prompt_tokens ({config.lengths.assumed.prompt_tokens}) and generation.max_new_tokens "
-                f"({budget}) exceed model.max_model_len ({config.model.max_model_len}): lower one or raise the last"
-            )
         return config.lengths.assumed
+    budget, room = config.generation.max_new_tokens, config.model.max_model_len - config.generation.max_new_tokens
     usual = AssumedLengthsConfig()
     prompt = min(usual.prompt_tokens, room)
     return usual.model_copy(update={"median": max(min(usual.median, budget / 5), 1.0), "prompt_tokens": prompt})

@@ -147,9 +147,15 @@ def test_files_that_are_missing_or_something_else_give_one_line(tmp_path: Path) 
         make_schedule(run)
 
 
-def test_fewer_prompts_than_a_minibatch_and_equal_lengths_work(tmp_path: Path) -> None:
+def test_fewer_prompts_than_a_batch_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"control.batch_groups \(16\) is more than the 3 prompts of the training split"):
+        make_schedule(make_run(tmp_path, [7.3] * 3))
+
+
+def test_one_minibatch_of_equal_lengths_works(tmp_path: Path) -> None:
     for policy in ("fifo", "asp", "balanced", "longest_first"):
-        run = make_run(tmp_path, [7.3] * 3, schedule=ScheduleConfig(policy=policy))
+        schedule = ScheduleConfig(policy=policy, minibatch_prompts=3, minibatch_slack=0)
+        run = make_run(tmp_path, [7.3] * 3, schedule=schedule, control={"batch_groups": 3})
         result = make_schedule(run)
         assert (result.prompts, result.minibatches) == (3, 3 if policy == "longest_first" else 1)
         assert result.batch_groups == 1
@@ -178,7 +184,8 @@ def test_the_predicted_load_variation_is_that_of_the_batch_groups(tmp_path: Path
 
 
 def test_the_true_load_variation_counts_whole_batch_groups_once(tmp_path: Path) -> None:
-    run = make_run(tmp_path, [10.0] * 12, schedule=ScheduleConfig(minibatch_prompts=2, period_minibatches=2))
+    schedule = ScheduleConfig(minibatch_prompts=2, period_minibatches=2)
+    run = make_run(tmp_path, [10.0] * 12, schedule=schedule, control={"batch_groups": 4})
     make_schedule(run)
     groups = [[i for minibatch in group for i, _ in minibatch] for group in read_schedule(run.schedule / FILE)]
     assert [len(group) for group in groups] == [4, 4, 4]
@@ -198,7 +205,7 @@ def test_the_true_load_variation_counts_whole_batch_groups_once(tmp_path: Path) 
 
 def test_the_true_kv_area_is_of_prompt_and_responses(tmp_path: Path) -> None:
     schedule = ScheduleConfig(minibatch_prompts=1, period_minibatches=1, minibatch_slack=0, load="kv_area")
-    run = make_run(tmp_path, [10.0, 10.0], schedule=schedule)
+    run = make_run(tmp_path, [10.0, 10.0], schedule=schedule, control={"batch_groups": 2})
     table = {
         "prompt_id": ["p0000", "p0001"],
         "predicted": [10.0, 10.0],
@@ -239,7 +246,7 @@ def test_the_command_prints_what_was_made_and_where(tmp_path: Path, monkeypatch:
     assert path
     assert len(list(tmp_path.glob(".forebay/runs/small-*/schedule/schedule.parquet"))) == 1
     called.clear()
-    result = CliRunner().invoke(cli.app, ["schedule", "profile.yaml", "--set", "lengths.assumed={}"])
+    result = CliRunner().invoke(cli.app, ["schedule", "profile.yaml", "--set", "lengths.assumed.prompt_tokens=100"])
     assert result.exit_code == 0, result.output
     assert called == ["predict_lengths"]
 
@@ -247,11 +254,13 @@ def test_the_command_prints_what_was_made_and_where(tmp_path: Path, monkeypatch:
 def test_the_command_gives_one_line_for_bad_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def predict(run: RunContext) -> None:
         run.lengths.mkdir()
-        pq.write_table(pa.table({"prompt_id": ["a"], "predicted": [float("nan")]}), run.lengths / "predictions.parquet")
+        ids = ["a", *"bcdefghijklmnopqrs"]
+        table = {"prompt_id": ids, "predicted": [float("nan")] + [1.0] * (len(ids) - 1)}
+        pq.write_table(pa.table(table), run.lengths / "predictions.parquet")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(forebay.lengths.stage, "predict_lengths", predict)
-    Path("profile.yaml").write_text("lengths: {assumed: {}}\n")
+    Path("profile.yaml").write_text("lengths: {assumed: {prompt_tokens: 100}}\n")
     result = CliRunner().invoke(cli.app, ["schedule", "profile.yaml"])
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1

@@ -264,7 +264,7 @@ def test_profiles_that_cannot_be_simulated_are_refused():
     with pytest.raises(UserError, match=r"batch_groups \(64\) is more than data.train_prompts \(10\)"):
         scenario_of(load_profile(PROFILES / "synthetic_1m.yaml", ["data.train_prompts=10"]))
     with pytest.raises(UserError, match=r"prompt_tokens \(600\).*max_model_len \(8704\)"):
-        scenario_of(load_profile(PROFILES / "synthetic_1m.yaml", ["lengths.assumed.prompt_tokens=600"]))
+        load_profile(PROFILES / "synthetic_1m.yaml", ["lengths.assumed.prompt_tokens=600"])
 
 
 def test_every_profile_has_a_scenario():
