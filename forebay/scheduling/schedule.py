@@ -61,8 +61,8 @@ def make_schedule(run: RunContext) -> ScheduleResult:
     count, batch = len(predictions.predicted), config.control.batch_groups
     if count < batch:
         raise UserError(
-            f"control.batch_groups ({batch}) is more than the {count} prompts of the training split: a batch would hold "
-            "the same prompt twice; lower it, or give more data (data.train_prompts)"
+            f"control.batch_groups ({batch}) is more than the {count} prompts of the training split: a batch would "
+            "hold the same prompt twice; lower it, or give more data (data.train_prompts)"
         )
     basis = _basis(config, predictions)
     known = _read_manifest(run.schedule)
