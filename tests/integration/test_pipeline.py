@@ -121,6 +121,8 @@ def test_the_whole_pipeline_with_two_ranks(folder):
     assert 0 <= summary["train_wait_ratio"] <= 1
     assert summary["tokens_per_s"] > 0
     assert -1 <= summary["lengths"]["spearman"] <= 1
+    assert (summary["learning"]["correction"], summary["learning"]["critic"]) == ("behaviour", None)
+    assert 0 < summary["learning"]["mismatch"]["mean_abs"] < 1e-3
     published = folder / "runs" / summary["run_id"]
     assert {"MANIFEST.json", "report.png", "report.md", "ledger.parquet", "model", "schedule"} <= set(
         os.listdir(published)
