@@ -17,7 +17,7 @@ MISMATCH = {
     "perplexity_ratio": "perplexity_ratio",
     "effective_sample_size": "effective_sample_size",
 }
-"""Name in the summary -> name in the metrics, after `mismatch/`."""
+"""Name in the summary -> name in the metrics, after `mismatch/` or `off_policy/`."""
 CRITIC = ("value_loss", "clip_fraction", "explained_variance")
 
 Step = Mapping[str, Any]
@@ -26,8 +26,9 @@ Step = Mapping[str, Any]
 def learning_of(config: RunConfig, steps: Sequence[Step]) -> dict[str, Any]:
     """The summary's `learning`. Numbers are means over steps, but `max_abs` (the largest), `alarms` (steps that had
     one) and `explained_variance_last` (of the last step). `corrected`: mean weight of the active correction, shares of
-    tokens whose weight it cut, masked, or rejected with their response. `mismatch`: of `training.algorithms.mismatch`,
-    over the steps that had tokens of the version in training."""
+    tokens whose weight it cut, masked, or rejected with their response. `mismatch` and `off_policy`: see
+    `training.algorithms.mismatch`; the first over the steps that had tokens of the version in training, the second of
+    all tokens."""
     algorithm, training = config.algorithm, config.training
     return {
         "advantage": algorithm.advantage,
@@ -39,17 +40,18 @@ def learning_of(config: RunConfig, steps: Sequence[Step]) -> dict[str, Any]:
         "mini_batches": training.mini_batches,
         "clip_fraction": _mean(steps, "clip_fraction"),
         "corrected": {name: _mean(steps, f"correction/{name}") for name in CORRECTED},
-        "mismatch": _mismatch(steps),
+        "mismatch": _differences(steps, "mismatch"),
+        "off_policy": _differences(steps, "off_policy"),
         "critic": _critic(steps) if algorithm.advantage == "gae" else None,
     }
 
 
-def _mismatch(steps: Sequence[Step]) -> dict[str, float | None] | None:
-    largest = _values(steps, "mismatch/max_abs")
+def _differences(steps: Sequence[Step], kind: str) -> dict[str, float | None] | None:
+    largest, alarms = _values(steps, f"{kind}/max_abs"), _values(steps, f"{kind}/alarm")
     if not largest:
         return None
-    means = {name: _mean(steps, f"mismatch/{metric}") for name, metric in MISMATCH.items()}
-    return {**means, "max_abs": max(largest), "alarms": sum(_values(steps, "mismatch/alarm"))}
+    means = {name: _mean(steps, f"{kind}/{metric}") for name, metric in MISMATCH.items()}
+    return {**means, "max_abs": max(largest), **({"alarms": sum(alarms)} if alarms else {})}
 
 
 def _critic(steps: Sequence[Step]) -> dict[str, float | None]:

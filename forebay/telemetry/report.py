@@ -109,17 +109,24 @@ def _key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _learning_numbers(learning: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    mismatch, corrected, critic = (_part(learning, name) for name in ("mismatch", "corrected", "critic"))
+    corrected, critic = _part(learning, "corrected"), _part(learning, "critic")
     names = [learning.get(name) for name in ("advantage", "policy_loss", "correction")]
     return [
         ("advantage, policy loss, correction", ", ".join(map(str, names)) if learning else None),
         ("tokens at the clip", _percent(learning.get("clip_fraction"), 2)),
         ("correction: tokens clipped / masked / rejected", _joined(corrected, ("clipped", "masked", "rejected"))),
-        ("engine and trainer log-probs apart, mean / largest", _joined(mismatch, ("mean_abs", "max_abs"))),
-        ("KL between them by k1 / by k3 / perplexity ratio", _joined(mismatch, ("kl_k1", "kl_k3", "perplexity_ratio"))),
-        ("effective sample size", _percent(mismatch.get("effective_sample_size"), 1)),
-        ("steps with an alarm", _number(mismatch.get("alarms"), 0)),
+        *_difference(_part(learning, "mismatch"), "log-probs of engine and trainer under the same weights"),
+        *_difference(_part(learning, "off_policy"), "log-probs of engine and trainer, all tokens"),
         ("critic: value loss, explained variance / at the end", _joined(critic, _CRITIC)),
+    ]
+
+
+def _difference(of: Mapping[str, Any], what: str) -> list[tuple[str, str | None]]:
+    return [
+        (f"{what}: apart, mean / largest", _joined(of, ("mean_abs", "max_abs"))),
+        (f"{what}: KL by k1 / by k3 / perplexity ratio", _joined(of, ("kl_k1", "kl_k3", "perplexity_ratio"))),
+        (f"{what}: effective sample size", _percent(of.get("effective_sample_size"), 1)),
+        (f"{what}: steps with an alarm", _number(of.get("alarms"), 0)),
     ]
 
 

@@ -30,7 +30,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3 + len(SHARES), dtype=torch.float64, device=device)
         self._ratio = torch.zeros(1, dtype=torch.float64, device=device)
-        self._mismatch = Mismatch.empty(device)
+        self._mismatch, self._off_policy = Mismatch.empty(device), Mismatch.empty(device)
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, loss: Tensor, proximal: Tensor, entropy: Tensor, token: TokenLoss) -> None:
@@ -41,22 +41,23 @@ class Meter:
         self._sums += torch.stack([*sums, *(token.stats[name] for name in SHARES)])
         self._ratio = torch.maximum(self._ratio, kept(token.ratio, mask).max().double())
         self._mismatch.add(micro.behaviour, proximal, mask & micro.current)
+        self._off_policy.add(micro.behaviour, proximal, mask)
 
     def result(self, ranks: Ranks, tokens: int, divisor: float) -> dict[str, float]:
-        """Of all ranks, so far; `tokens` and `divisor`: of all updates of the step, so far. `mismatch/*` only if
-        engines of the version in training made some of the tokens."""
-        loss, entropy, advantages, *shares = ranks.sum(_copy(self._sums)).tolist()
+        """Of all ranks, so far; `tokens` and `divisor`: of all updates of the step, so far. `off_policy/*` is of all
+        tokens, `mismatch/*` of those that the version in training made, if there are any."""
+        apart = (self._mismatch, self._off_policy)
+        sums = ranks.sum(torch.cat([self._sums, *(m.sums for m in apart)]).cpu())
+        maxima = ranks.max(torch.cat([self._ratio, *(m.maxima for m in apart)]).cpu())
+        (own, *differences), (ratio, *largest) = sums.split([len(self._sums), 6, 6]), maxima.split(1)
+        loss, entropy, advantages, *shares = own.tolist()
         metrics = {
             "loss": loss / divisor,
             "entropy": entropy / tokens,
             "advantage_abs_mean": advantages / tokens,
-            "ratio_max": float(ranks.max(_copy(self._ratio))),
+            "ratio_max": float(ratio),
         }
         metrics |= {metric: share / tokens for metric, share in zip(SHARES.values(), shares, strict=True)}
-        mismatch = Mismatch(ranks.sum(_copy(self._mismatch.sums)), ranks.max(_copy(self._mismatch.maxima)))
-        return metrics | mismatch.result()
-
-
-def _copy(values: Tensor) -> Tensor:
-    """For a collective, which works in place."""
-    return values.to("cpu", copy=True)
+        for name, difference, most in zip(("mismatch", "off_policy"), differences, largest, strict=True):
+            metrics |= Mismatch(difference, most).result(name)
+        return metrics

@@ -299,18 +299,22 @@ def test_metrics_say_what_the_correction_did_and_alarm_on_a_mismatch(
 ) -> None:
     settings = config(correction="icepop", correction_low=0.8, correction_high=1.25)
     found = groups(load(model, 1))
+    found[1]["samples"][1]["oldest_version"] = 2  # one token, of an older version
     own, _ = learner(model, settings)
     own.accumulate(decode_chunk(msgpack.packb({"step": 1, "version": 3, "groups": found}), settings.algorithm, BUDGET))
     metrics = own.update(1)
-    gaps, masked = [], 0
+    gaps, older, masked = [], [], 0
     for group in found:
         for sample in group["samples"]:
             with torch.no_grad():
                 d = logprobs(load(model, 1), group["prompt_ids"], sample["ids"]) - torch.tensor(sample["logprobs"])
             gaps += d.abs().tolist()
+            older += d.abs().tolist() if sample["oldest_version"] == 2 else []
             masked += int(((d.exp() < 0.8) | (d.exp() > 1.25)).sum())
     assert metrics["correction/masked"] == pytest.approx(masked / len(gaps))
-    assert metrics["mismatch/mean_abs"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
+    assert metrics["off_policy/mean_abs"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
+    alike = (sum(gaps) - sum(older)) / (len(gaps) - len(older))
+    assert metrics["mismatch/mean_abs"] == pytest.approx(alike, rel=1e-4)
     assert metrics["mismatch/alarm"] == 1.0
     assert "engine and trainer disagree" in capsys.readouterr().err
 

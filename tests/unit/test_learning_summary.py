@@ -17,6 +17,8 @@ STEPS = [
         "mismatch/perplexity_ratio": 0.9,
         "mismatch/effective_sample_size": 1.0,
         "mismatch/alarm": 0.0,
+        "off_policy/mean_abs": 0.5,
+        "off_policy/max_abs": 7.0,
         "critic/value_loss": 4.0,
         "critic/clip_fraction": 0.0,
         "critic/explained_variance": -1.0,
@@ -52,6 +54,8 @@ def test_means_maxima_and_counts_over_the_steps_that_have_them() -> None:
             "alarms": 1.0,
         }
     )
+    assert (found["off_policy"]["mean_abs"], found["off_policy"]["max_abs"]) == (0.5, 7.0)
+    assert "alarms" not in found["off_policy"]
     assert found["critic"] == pytest.approx(
         {"value_loss": 2.0, "clip_fraction": 0.0, "explained_variance": -0.25, "explained_variance_last": 0.5}
     )
@@ -60,4 +64,5 @@ def test_means_maxima_and_counts_over_the_steps_that_have_them() -> None:
 def test_what_nothing_is_known_of_is_null() -> None:
     found = learning_of(parse_config({}, "test"), [{"tokens": 0.0}])
     assert (found["correction"], found["mismatch"], found["critic"]) == ("behaviour", None, None)
+    assert found["off_policy"] is None
     assert found["clip_fraction"] is None

@@ -1,4 +1,5 @@
-"""How far engine and trainer disagree about tokens that the version in training sampled: there they should not.
+"""How far engine and trainer disagree: about tokens that the version in training sampled, where they should not, and
+about all tokens, where the age of the samples comes on top.
 
 Invariants:
 - Sums and maxima only, on the device and in float64: they add over micro-batches, and over ranks by one sum and one
@@ -43,8 +44,8 @@ class Mismatch:
         """Of the tokens of both."""
         return Mismatch(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 
-    def result(self) -> dict[str, float]:
-        """Nothing if there were no tokens. `mismatch/`
+    def result(self, name: str = "mismatch") -> dict[str, float]:
+        """Nothing if there were no tokens. `<name>/`
         mean_abs, max_abs: of the difference of log-probabilities;
         kl_k1, kl_mean: KL(engine || trainer) by k1 and by k3 (never negative, of less variance);
         perplexity_ratio: trainer's / engine's perplexity of these tokens, exp(mean k1);
@@ -54,12 +55,12 @@ class Mismatch:
         if not tokens:
             return {}
         return {
-            "mismatch/mean_abs": gap / tokens,
-            "mismatch/max_abs": float(self.maxima),
-            "mismatch/kl_k1": k1 / tokens,
-            "mismatch/kl_mean": k3 / tokens,
-            "mismatch/perplexity_ratio": float(torch.tensor(k1 / tokens, dtype=torch.float64).exp()),
-            "mismatch/effective_sample_size": w * w / (tokens * w_squared),
+            f"{name}/mean_abs": gap / tokens,
+            f"{name}/max_abs": float(self.maxima),
+            f"{name}/kl_k1": k1 / tokens,
+            f"{name}/kl_mean": k3 / tokens,
+            f"{name}/perplexity_ratio": float(torch.tensor(k1 / tokens, dtype=torch.float64).exp()),
+            f"{name}/effective_sample_size": w * w / (tokens * w_squared),
         }
 
 
