@@ -49,7 +49,8 @@ class Meter:
         apart = (self._mismatch, self._off_policy)
         sums = ranks.sum(torch.cat([self._sums, *(m.sums for m in apart)]).cpu())
         maxima = ranks.max(torch.cat([self._ratio, *(m.maxima for m in apart)]).cpu())
-        (own, *differences), (ratio, *largest) = sums.split([len(self._sums), 6, 6]), maxima.split(1)
+        own, *differences = torch.split(sums, [len(self._sums), 6, 6])
+        ratio, *largest = maxima
         loss, entropy, advantages, *shares = own.tolist()
         metrics = {
             "loss": loss / divisor,
