@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import control, modes
+from benchmarks import control, data, modes
 from benchmarks.alone import _add
 from forebay.config import RunConfig, StorageConfig
 from forebay.control.controller import Rules
@@ -119,3 +119,13 @@ def test_a_batch_recorded_in_parts_is_whole_and_has_each_group_once() -> None:
         _add(batches, part)
     whole = {"step": 7, "version": 6, "groups": [{"group_id": i} for i in (1, 2, 3)], "complete": True}
     assert batches == {7: whole}
+
+
+def test_the_data_benchmark_judges_every_math_answer_and_counts_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, result = data.answers(0.0)
+    assert [row["rows"] for row in rows] == [len(data.MATH), rows[1]["rows"], len(data.MATH) - rows[1]["rows"]]
+    assert rows[1]["rows"] >= 40
+    assert result["math_answers_per_s"] > 0
+    assert result["stalls"] == 0
+    monkeypatch.setattr(data, "SECONDS", -1.0)
+    assert data.answers(0.0)[1]["stalls"] == len(data.MATH)

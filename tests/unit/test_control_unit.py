@@ -74,6 +74,7 @@ class StubFleet:
 
 class StubScorer:
     async def score(self, responses, answer, prompt, verifier):
+        assert verifier == "boxed"
         if prompt == "bad":
             raise DataError("reward math: no number in the answer")
         return [float(i % 2) for i in range(len(responses))]
@@ -81,7 +82,7 @@ class StubScorer:
 
 def prompts():
     for number in itertools.count():
-        yield (Prompt(f"p{number}", (number,), "bad" if number == 3 else "good", "null", 5.0),)
+        yield (Prompt(f"p{number}", (number,), "bad" if number == 3 else "good", "null", 5.0, "boxed"),)
 
 
 def build(

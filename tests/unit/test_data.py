@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,11 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"prompt": "x", "answer": " "}, "the answer is empty"),
     ({"prompt": "x", "answer": float("nan")}, "the answer is nan"),
     ({"prompt": "x", "answer": [float("inf")]}, "not plain JSON"),
+    ({"prompt": "x", "answer": "1", "verifier": 7}, "the verifier (data.columns.verifier) is of type int, not a name"),
+    (
+        {"prompt": "y", "answer": "1", "verifier": "os:abort"},
+        "verifier 'os:abort' is neither built in nor named",
+    ),
     ({"prompt": "x" * 33, "answer": "1"}, "the prompt has 35 tokens; model.max_model_len - generation.max_new_tokens"),
     (["x"], "is of type list, not an object"),
 ]
@@ -150,6 +156,18 @@ def test_each_bad_row_is_quarantined_with_its_reason(tmp_path: Path, model: Path
     assert counts["read"] == len(lines)
     assert counts["quarantined"] == len(bad)
     assert counts["read"] == sum(counts[name] for name in (*SPLITS, "quarantined", "unused"))
+
+
+def test_one_data_set_may_mix_verifiers(tmp_path: Path, model: Path) -> None:
+    source = tmp_path / "own.jsonl"
+    names = ["math", "choice", None, "", "a.b:c"]
+    json_lines(source, [{"prompt": f"p{n}", "answer": n, "how": name} for n, name in enumerate(names)])
+    _, done = prepare(tmp_path, model, source, columns={"verifier": "how"})
+    got = {row.prompt: row.verifier for split in SPLITS for row in read_rows(getattr(done, split))}
+    expected = {"p0": "math", "p1": "choice", "p2": "", "p3": ""}
+    assert len(got) >= 2
+    assert got == {prompt: expected[prompt] for prompt in got}
+    assert done.counts["quarantined"] == 1
 
 
 def test_parquet_answers_that_are_no_json_are_quarantined(tmp_path: Path, model: Path) -> None:
@@ -266,9 +284,12 @@ def test_a_task_with_too_few_different_prompts_says_so() -> None:
 
 def test_rows_survive_the_file_and_other_files_are_refused(tmp_path: Path) -> None:
     messages = ({"role": "system", "content": "é"}, {"role": "user", "content": "x"})
-    row = Row(prompt_id(messages), messages, "x", (1, 2), '{"a": 1}', "s")
+    row = Row(prompt_id(messages), messages, "x", (1, 2), '{"a": 1}', "s", "math")
     write_rows(tmp_path / "rows.parquet", [row])
     assert read_rows(tmp_path / "rows.parquet") == [row]
+    older = pq.read_table(tmp_path / "rows.parquet").drop(["verifier"])
+    pq.write_table(older, tmp_path / "rows.parquet")
+    assert read_rows(tmp_path / "rows.parquet") == [replace(row, verifier="")]
     write_rows(tmp_path / "rows.parquet", [])
     assert read_rows(tmp_path / "rows.parquet") == []
     assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]

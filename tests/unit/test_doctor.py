@@ -232,6 +232,7 @@ def test_rewards_are_found_without_importing_them(
     (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
     (tmp_path / "kit").mkdir()
     assert doctor.check_reward(config(reward={"name": name})).ok is ok
+    assert doctor.check_reward(config(reward={"weights": {"answer": 1.0, name: 0.5}})).ok is ok
 
 
 def test_a_bucket_needs_credentials_from_somewhere(tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ class FakeScorer:
     async def score(
         self, responses: Sequence[tuple[Sequence[int], bool]], answer_json: str, prompt: str, verifier: str
     ) -> list[float]:
+        assert verifier == "choice"
         if answer_json in self.bad:
             raise DataError("the verifier choked")
         self.finished += [finished for _, finished in responses]
@@ -174,7 +175,7 @@ class FakeScorer:
 
 
 def _rows(count: int) -> list[Row]:
-    return [Row(f"{i:016x}", (), f"prompt {i}", (i, 1, 2), str(i), "test") for i in range(count)]
+    return [Row(f"{i:016x}", (), f"prompt {i}", (i, 1, 2), str(i), "test", "choice") for i in range(count)]
 
 
 def _config(**evaluation: Any) -> RunConfig:
@@ -202,7 +203,7 @@ def test_answers_come_in_order_and_within_the_engines_room() -> None:
 
 def test_the_response_never_outgrows_the_context() -> None:
     fleet = FakeFleet(FakeEngine())
-    rows = [*_rows(1), Row("x", (), "long", tuple(range(200)), "0", "test")]
+    rows = [*_rows(1), Row("x", (), "long", tuple(range(200)), "0", "test", "choice")]
     _examine(fleet, FakeScorer(), rows, _config(), load=False)
     assert fleet.engines[0].limits == [128, 56]
 
