@@ -3,8 +3,8 @@
     python -m benchmarks.data [--seconds 10]
 
 `math_answers_per_s`: answers that the verifier `math` judges in a second of one core's time, over the math rows of the
-golden table, hostile input included, its share sent to math-verify as in the table. Rounds over the whole table, after
-one to warm up, for `--seconds`; nothing is remembered between rounds (math-verify keeps its last 20 formulas: cleared).
+golden table, hostile input included. Rounds over the whole table, after one to warm up, for `--seconds`; nothing is
+remembered between rounds (math-verify keeps its last 20 formulas: cleared).
 `slowest_hostile_s` is the longest that one hostile answer took, `stalls` how many took longer than the verifier's own
 limit of a second, both of processor time too, so that a busy machine makes none.
 """
