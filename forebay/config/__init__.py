@@ -2,6 +2,7 @@
 
 from forebay.config.algorithm import AlgorithmConfig, CriticConfig
 from forebay.config.loading import load_profile, parse_config
+from forebay.config.lora import LoraConfig
 from forebay.config.run import Mode, RunConfig
 from forebay.config.sections import (
     ColumnsConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "GenerationConfig",
     "LaunchConfig",
     "LengthsConfig",
+    "LoraConfig",
     "MazeConfig",
     "Mode",
     "ModelConfig",

@@ -77,6 +77,10 @@ class AlgorithmConfig(Config):
     mismatch_alarm: Annotated[float, Field(gt=0)] = 0.05
     """Mean absolute difference of engine and trainer log-probs, on tokens of the version that trains, above which the
     run warns."""
+    router_aux_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of a mixture of experts' load-balancing loss, off by default as in the models' own configurations: of each
+    response's sequence on its own (prompt too), so that it is exact under any packing; aggregated like the loss of its
+    response tokens. 0.001 is what most models were pretrained with."""
 
     @property
     def active_correction(self) -> Correction:

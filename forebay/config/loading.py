@@ -6,7 +6,7 @@ A profile that is wrong raises `UserError` with one line per mistake: file, key,
 import difflib
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -114,7 +114,9 @@ def _fields_at(location: Sequence[Any]) -> list[str]:
     model: type[BaseModel] = RunConfig
     for part in location:
         field = model.model_fields.get(str(part))
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        kinds: list[Any] = [] if field is None else [field.annotation, *get_args(field.annotation)]  # a section or null
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not sections:
             return []
-        model = field.annotation
+        model = sections[0]
     return sorted(model.model_fields)

@@ -107,6 +107,7 @@ class RunConfig(Config):
         self._check_queue()
         self._check_mode()
         self._check_training()
+        self._check_lora()
         self._check_algorithm()
         return self
 
@@ -211,6 +212,20 @@ class RunConfig(Config):
                     f"training.offload {training.offload} needs training.zero_stage {needed} or more, not "
                     f"{training.zero_stage}: raise it or set training.offload=none"
                 )
+
+    def _check_lora(self) -> None:
+        if self.training.lora is None:
+            return
+        if self.algorithm.kl != "none" and self.algorithm.reference == "offload":
+            raise ValueError(
+                "algorithm.reference offload keeps a copy of the start model in CPU memory, but with training.lora "
+                "there is none (the reference is the model without its adapters): set algorithm.reference=copy"
+            )
+        if self.algorithm.router_aux_loss:
+            raise ValueError(
+                "algorithm.router_aux_loss trains the router, which training.lora leaves as it is: set it to 0, or "
+                "training.lora=null"
+            )
 
     def _check_algorithm(self) -> None:
         algorithm, budget = self.algorithm, self.generation.max_new_tokens

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from forebay.config.base import Config
+from forebay.config.lora import LoraConfig
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
@@ -311,6 +312,8 @@ class TrainingConfig(Config):
     offload: Literal["none", "optimizer", "all"] = "none"
     """Kept in CPU memory: nothing, the optimizer's states and float32 weights (`deepspeed`, from ZeRO-1), or the
     parameters too (ZeRO-3 and `fsdp2`)."""
+    lora: LoraConfig | None = None
+    """Train adapters (LoRA) instead of all weights; null: all weights. `{}` takes the defaults."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass; `auto`: from 64 million parameters."""
     learning_rate: Annotated[float, Field(gt=0)] = 6e-4

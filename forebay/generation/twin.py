@@ -16,6 +16,8 @@ from vllm.platforms import current_platform
 
 PACKED = "cpu_linear"
 """vLLM's CPU layers keep a closure over the packed weight here."""
+MOE_KERNEL = "moe_kernel"
+"""And the method of a layer of experts keeps what computes with the packed weights here."""
 
 
 def load(model: Any, model_config: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -74,6 +76,9 @@ def _clone(module: Any, known: dict[int, Any]) -> Any:
         return known[id(module)]
     twin = known[id(module)] = module.__class__.__new__(module.__class__)
     twin.__dict__ = vars(module).copy()
+    if MOE_KERNEL in twin.__dict__:
+        # vLLM 0.32 packs experts for the CPU only where they have no kernel yet; a reload would leave them unpacked.
+        twin.__dict__[MOE_KERNEL] = None
     twin._parameters = {name: _clone_tensor(value, known) for name, value in module._parameters.items()}
     twin._buffers = {name: _clone_tensor(value, known) for name, value in module._buffers.items()}
     twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)

@@ -25,14 +25,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from forebay.generation import twin
+from forebay.generation.base import Base, SnapshotRefused
 
 logger = logging.getLogger(__name__)
 
 HALF_LOADED_EXIT_CODE = 70
-
-
-class SnapshotRefused(ValueError):
-    """The snapshot is not what its publisher announced or does not fit the served model."""
 
 
 @dataclass
@@ -53,12 +50,12 @@ class SnapshotUpdate(WeightTransferUpdateInfo):
 class Staging:
     """Reads, verifies and prepares one snapshot in a thread; decoding goes on."""
 
-    def __init__(self, update: SnapshotUpdate, shapes: dict[str, list[int]], model: Any, model_config: Any) -> None:
+    def __init__(self, update: SnapshotUpdate, base: Base, model: Any, model_config: Any) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.twin: Any = None
         """The prepared weights; None where the swap has to load `tensors`."""
         self.error: str | None = f"snapshot {update.path} could not be read; see the server's log"
-        self._update, self._shapes, self._model, self._model_config = update, shapes, model, model_config
+        self._update, self._base, self._model, self._model_config = update, base, model, model_config
         self._thread = threading.Thread(target=self._run, name="forebay-staging", daemon=True)
         self._thread.start()
 
@@ -75,7 +72,7 @@ class Staging:
         try:
             dtype = self._model_config.dtype
             assert isinstance(dtype, torch.dtype)  # vLLM resolves names at start
-            tensors = read_snapshot(self._update, self._shapes, dtype)
+            tensors = read_snapshot(self._update, self._base, dtype)
             if twin.possible(self._model_config):
                 self.twin = twin.make_twin(self._model, self._model_config, tensors)
             else:
@@ -86,10 +83,9 @@ class Staging:
             self.error = f"snapshot {self._update.path} is refused: {error or type(error).__name__}"
 
 
-def read_snapshot(
-    update: SnapshotUpdate, shapes: dict[str, list[int]], dtype: torch.dtype
-) -> list[tuple[str, torch.Tensor]]:
-    """All tensors of a snapshot, verified: manifest digest, version, file digests, names, shapes, types, finiteness."""
+def read_snapshot(update: SnapshotUpdate, base: Base, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
+    """All tensors of a snapshot, verified: manifest digest, version, file digests, names, shapes, types, finiteness. An
+    adapter's is that of the base with the adapter in it."""
     folder = Path(update.path)
     raw = (folder / "manifest.json").read_bytes()
     digest = hashlib.sha256(raw).hexdigest()
@@ -98,7 +94,9 @@ def read_snapshot(
     manifest = json.loads(raw)
     if manifest["version"] != update.version:
         raise SnapshotRefused(f"it is version {manifest['version']}, announced was {update.version}")
-    _compare_shapes({name: entry["shape"] for name, entry in manifest["tensors"].items()}, shapes)
+    adapter = manifest.get("adapter")
+    if adapter is None:
+        _compare_shapes({name: entry["shape"] for name, entry in manifest["tensors"].items()}, base.shapes)
     tensors = []
     for name, entry in manifest["files"].items():
         with (folder / name).open("rb") as file:
@@ -108,19 +106,8 @@ def read_snapshot(
         if name.endswith(".safetensors"):
             with safe_open(folder / name, framework="pt") as opened:
                 tensors += [(key, opened.get_tensor(key)) for key in opened.keys()]  # noqa: SIM118 (no mapping)
-    _check_tensors(tensors, manifest["tensors"], dtype)
-    return tensors
-
-
-def served_shapes(model_dir: str) -> dict[str, list[int]]:
-    """Names and shapes of the checkpoint that this server was started with."""
-    shapes: dict[str, list[int]] = {}
-    for path in sorted(Path(model_dir).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as opened:
-            shapes |= {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118 (no mapping)
-    if not shapes:
-        raise SnapshotRefused(f"the served model {model_dir} has no .safetensors file to compare snapshots with")
-    return shapes
+    _check_tensors(tensors, manifest["tensors"], dtype if adapter is None else torch.float32)
+    return tensors if adapter is None else base.merge(dict(tensors), adapter, dtype)
 
 
 def _compare_shapes(given: dict[str, list[int]], served: dict[str, list[int]]) -> None:
@@ -154,10 +141,10 @@ class SnapshotEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
     update_info_cls = SnapshotUpdate
     supports_draft_weight_update = False
     staging: Staging | None = None
-    _shapes: dict[str, list[int]] | None = None
+    _base: Base | None = None
 
     def init_transfer_engine(self, init_info: SnapshotInit) -> None:
-        self._shapes = served_shapes(self.model_config.model)
+        self._base = Base(self.model_config.model)
 
     def start_weight_update(self) -> None:
         self.staging = None
@@ -176,9 +163,9 @@ class SnapshotEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
 
     def receive_weights(self, update_info: SnapshotUpdate) -> None:
         if update_info.action == "stage":
-            if self._shapes is None:
-                self._shapes = served_shapes(self.model_config.model)
-            self.staging = Staging(update_info, self._shapes, self.model, self.model_config)
+            if self._base is None:
+                self._base = Base(self.model_config.model)
+            self.staging = Staging(update_info, self._base, self.model, self.model_config)
             return
         if self.staging is None:
             raise SnapshotRefused("swap without stage")

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from forebay.adapters import DOWN, UP, WEIGHT, merged
 from forebay.config.sections import TrainingConfig
 from forebay.errors import RunError
+from forebay.training.lora import Adapter, adapters, base_parameters
 
 SHARD_BYTES = 2 << 30
 """Weights gathered, converted and written at a time."""
@@ -68,22 +70,24 @@ def adamw(module: nn.Module, parameters: dict[nn.Parameter, Tensor], config: Tra
     )
 
 
-def allocate(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> Iterator[nn.Parameter]:
-    """Each parameter that these modules own, once, on `device` and in `dtype`; one on the meta device is replaced by
-    an empty one, wherever among them it is tied to, when it is its turn."""
+def allocate(
+    modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype, frozen: torch.dtype | None = None
+) -> Iterator[nn.Parameter]:
+    """Each parameter that these modules own, once, on `device` and in `dtype` (a frozen one in `frozen`, if given); one
+    on the meta device is replaced by an empty one, wherever among them it is tied to, when it is its turn."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for owner in modules:
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if (known := replaced.get(parameter)) is not None:
                 setattr(owner, name, known)
                 continue
-            fresh = parameter
+            fresh, wanted = parameter, dtype if parameter.requires_grad else frozen or dtype
             if parameter.is_meta:
-                empty = torch.empty_like(parameter, device=device, dtype=dtype)
+                empty = torch.empty_like(parameter, device=device, dtype=wanted)
                 fresh = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 setattr(owner, name, fresh)
             else:
-                parameter.data = parameter.data.to(device, dtype)
+                parameter.data = parameter.data.to(device, wanted)
             replaced[parameter] = replaced[fresh] = fresh
             yield fresh
 
@@ -106,20 +110,45 @@ def share(tensor: Tensor) -> None:
 def full_shards(
     lm: PreTrainedModel, backend: Backend, dtype: torch.dtype, rank: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """The full weights by hub name, in `dtype`, on the CPU, `SHARD_BYTES` at a time.
+    """The full weights by hub name, in `dtype`, on the CPU, `SHARD_BYTES` at a time. Adapters are merged in.
 
     Every rank must exhaust it (gathering is collective); ranks other than 0 get empty lists.
     """
+    adapter_of = {adapter.weight: adapter for adapter in adapters(lm)}
     for bucket in _buckets(lm, dtype.itemsize):
         values = backend.gather([tensor for _, tensor in bucket], dtype)
         full = dict(zip([name for name, _ in bucket], values, strict=True)) if rank == 0 else {}
+        changed = [adapter_of[name] for name, _ in bucket if name in adapter_of]
+        for adapter, down, up in _pairs(changed, backend):
+            full[adapter.weight] = merged(full[adapter.weight], down, up, adapter.scale)
         yield [(n, t.contiguous()) for n, t in revert_weight_conversion(lm, full).items()] if full else []
 
 
+def adapter_shard(lm: PreTrainedModel, backend: Backend) -> list[tuple[str, Tensor]]:
+    """The adapters alone, named as `forebay.adapters` says, float32, on the CPU. All ranks together; ranks other than 0
+    get an empty list."""
+    shard = []
+    for adapter, down, up in _pairs(adapters(lm), backend):
+        # The name alone matters: the layers that take adapters are in the files as they are in memory.
+        (name,) = revert_weight_conversion(lm, {adapter.weight: torch.empty(up.shape[0], down.shape[1], device="meta")})
+        module = name.removesuffix(WEIGHT)
+        shard += [(module + DOWN, down.contiguous()), (module + UP, up.contiguous())]
+    return shard
+
+
+def _pairs(wanted: Sequence[Adapter], backend: Backend) -> list[tuple[Adapter, Tensor, Tensor]]:
+    """Each with its A and B in full, float32, on the CPU; rank 0 only, the others get none."""
+    if not wanted:
+        return []
+    values = backend.gather([t for adapter in wanted for t in (adapter.down, adapter.up)], torch.float32)
+    return list(zip(wanted, values[::2], values[1::2], strict=True)) if values else []
+
+
 def _buckets(lm: nn.Module, itemsize: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Parameters (each once, however often it is tied) and saved buffers, in buckets of at most `SHARD_BYTES`."""
+    """Parameters (each once, however often it is tied, without adapters) and saved buffers, in buckets of at most
+    `SHARD_BYTES`."""
     saved = lm.state_dict().keys()
-    tensors = [*lm.named_parameters(), *((n, b) for n, b in lm.named_buffers() if n in saved)]
+    tensors = [*base_parameters(lm), *((n, b) for n, b in lm.named_buffers() if n in saved)]
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:

@@ -17,6 +17,7 @@ from forebay.training.distributed import Ranks
 from forebay.training.zero import (
     PlainStep,
     deepspeed_config,
+    mark_leaves,
     masters,
     masters_to_model,
     partition,
@@ -35,6 +36,7 @@ class DeepSpeedBackend:
         settings = deepspeed_config(config, cuda=ranks.device.type == "cuda")
         if stage_of(config) == 3:
             partition(module, settings, ranks.device, dtype)
+            mark_leaves(module)
         else:
             # DeepSpeed sends rank 0's values.
             for _ in allocate(module.modules(), ranks.device, dtype):

@@ -21,8 +21,10 @@ from forebay.training.critic import Critic, ValueModel
 from forebay.training.distributed import Ranks
 from forebay.training.learner import Learner
 from forebay.training.logprobs import PolicyModel
+from forebay.training.lora import add_adapters
 from forebay.training.packing import TrainSequence, pack
-from forebay.training.reference import Reference
+from forebay.training.reference import BaseReference, Reference
+from forebay.training.routers import Routers
 
 RECOMPUTE_FROM = 64_000_000
 """Parameters from which activations are recomputed in the backward pass: below, they fit and recomputing costs 30%."""
@@ -33,13 +35,18 @@ class TrainEngine(Learner):
 
     def __init__(self, run: RunContext, ranks: Ranks) -> None:
         torch.manual_seed(run.config.seed + ranks.rank)
-        policy = load_policy(run, ranks)
-        reference = _reference(run, ranks) if run.config.algorithm.kl != "none" else None
-        critic = None
+        policy, lora = load_policy(run, ranks), run.config.training.lora
+        if lora is not None:
+            add_adapters(policy.lm, lora, run.config.seed)
+        if run.config.algorithm.router_aux_loss:
+            policy.routers = Routers(policy.lm)
+        backend, reference, critic = _backend(run.config, ranks, policy), None, None
+        if run.config.algorithm.kl != "none":
+            reference = _reference(run, ranks) if lora is None else BaseReference(policy.lm, backend)
         if run.config.algorithm.advantage == "gae":
             module = load_critic(run, ranks, policy)
             critic = Critic(_backend(run.config, ranks, module), ranks, run.config.critic.clip)
-        super().__init__(run.config, ranks, policy.lm, _backend(run.config, ranks, policy), reference, critic)
+        super().__init__(run.config, ranks, policy.lm, backend, reference, critic)
         if ranks.rank == 0:
             a = run.config.algorithm
             print(f"trainer: {a.advantage}, {a.policy_loss} loss, correction {a.active_correction}", flush=True)

@@ -2,7 +2,8 @@
 layer.
 
 Invariants:
-- Weights, gradients and moments are float32; with bfloat16 the layers are gathered and computed in it.
+- Trained weights, gradients and moments are float32; with bfloat16 the layers are gathered and computed in it, and
+  frozen weights are kept in it.
 - Each forward and backward pass is a collective.
 - Outside of them the module holds shards: what was gathered for a pass without gradients is given back, or the next
   one would compute with the weights of before the update.
@@ -110,7 +111,7 @@ def _sharded(module: nn.Module, config: RunConfig, ranks: Ranks) -> Any:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     share_buffers(module, ranks.device)
     for part, own in _parts(module):
-        for parameter in allocate(own, ranks.device, torch.float32):
+        for parameter in allocate(own, ranks.device, torch.float32, getattr(torch, config.model.dtype)):
             share(parameter)
         fully_shard(part, **options)
     for part in module.modules():

@@ -23,14 +23,14 @@ from forebay.errors import RunError
 from forebay.training.algorithms.aggregation import divisor, token_weights, weighted_sum
 from forebay.training.algorithms.kl import reward_penalty
 from forebay.training.algorithms.mismatch import alarm
-from forebay.training.algorithms.token_loss import TokenInputs, token_loss
-from forebay.training.backend import Backend, full_shards
+from forebay.training.algorithms.token_loss import TokenInputs, token_loss, with_router_loss
+from forebay.training.backend import Backend, adapter_shard, full_shards
 from forebay.training.batches import Before, Chunk, Totals
 from forebay.training.critic import Critic
 from forebay.training.distributed import Ranks
 from forebay.training.meter import Meter
 from forebay.training.packing import MicroBatch, TrainSequence, pack, plan_micro_batches
-from forebay.training.reference import Reference
+from forebay.training.reference import BaseReference, Reference
 from forebay.training.schedules import learning_rate
 
 CRITIC = "critic."
@@ -46,7 +46,7 @@ class Learner:
         ranks: Ranks,
         lm: PreTrainedModel,
         backend: Backend,
-        reference: Reference | None = None,
+        reference: Reference | BaseReference | None = None,
         critic: Critic | None = None,
     ) -> None:
         """`backend` holds a `PolicyModel` of `lm`; `reference` is there if the algorithm has a KL term, `critic` if its
@@ -203,13 +203,22 @@ class Learner:
         """
         return full_shards(self._lm, self._backend, self._dtype, self._ranks.rank)
 
+    def snapshot_shards(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """What engines get, in the same way: the full weights, or with `training.lora.publish: adapter` adapters."""
+        lora = self._config.lora
+        if lora is None or lora.publish == "merged":
+            return self.shards()
+        return iter([adapter_shard(self._lm, self._backend)])
+
     def _backward(self, micro: MicroBatch) -> None:
         reference = self._distant(micro) if self._algorithm.kl == "loss" else None
-        logprobs, entropy = self._backend.forward(micro)
+        logprobs, entropy, *routers = self._backend.forward(micro)
         mask = micro.weights > 0
         proximal = micro.proximal if self._several else logprobs.detach()
         inputs = TokenInputs(micro.behaviour, micro.advantages, micro.sequence, mask, proximal, reference)
         token = token_loss(logprobs, inputs, self._algorithm)
+        if routers:
+            token = with_router_loss(token, routers[0][micro.sequence], mask, self._algorithm.router_aux_loss)
         loss = weighted_sum(token.loss, token_weights(self._algorithm.aggregation, micro.sequence, mask))
         self._backend.backward(loss)
         self._meter.add(micro, loss.detach(), proximal, entropy.detach(), token)

@@ -8,12 +8,14 @@ Invariants:
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forebay.errors import UserError
 from forebay.training.attention import PACKED, register
 from forebay.training.packing import MicroBatch
+from forebay.training.routers import Routers
 from forebay.training.token_logprobs import token_logprobs
 
 _TRANSFORMED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -49,11 +51,21 @@ class PolicyModel(nn.Module):
                 module.p = 0.0
         self.lm: Any = lm
         self.temperature = temperature
+        self.routers: Routers | None = None
+        """Set: their loss is wanted."""
         register()
         lm.set_attn_implementation(PACKED)
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) of the response tokens at the rollout temperature; each (R,), float32."""
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """(log-probabilities, entropies) of the response tokens at the rollout temperature; each (R,), float32. With
+        gradients, and a loss of the routers: that too, (S,)."""
+        if self.routers is None or not torch.is_grad_enabled():
+            return self._logprobs(batch)
+        with self.routers.watched() as logits:
+            logprobs, entropies = self._logprobs(batch)
+        return logprobs, entropies, self.routers.loss(logits, batch.starts)
+
+    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.lm.get_output_embeddings()(
             response_states(self.lm.base_model, batch), batch.targets, self.temperature
         )

@@ -1,14 +1,16 @@
-"""The frozen start model, which the policy is not to go far from.
+"""The frozen start model, which the policy is not to go far from: a copy, or what lies under a policy's adapters.
 
 Invariants:
-- It never changes and has no gradient. Each rank holds the whole of it.
+- It never changes and has no gradient. Each rank holds the whole of a copy.
 - It runs on packed micro-batches as the policy does, so that equal weights give equal log-probabilities.
 """
 
 import torch
 from torch import Tensor, nn
 
+from forebay.training.backend import Backend
 from forebay.training.logprobs import PolicyModel
+from forebay.training.lora import switched_off
 from forebay.training.packing import MicroBatch
 
 
@@ -33,3 +35,19 @@ class Reference:
 
     def _move(self, device: torch.device) -> None:
         nn.Module.to(self._policy, device)
+
+
+class BaseReference:
+    """A policy without its adapters: no second model. Each call is collective where a forward pass is."""
+
+    def __init__(self, lm: nn.Module, backend: Backend) -> None:
+        self._lm, self._backend = lm, backend
+
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        """See `Reference.logprobs`."""
+        with switched_off(self._lm):
+            logprobs: Tensor = self._backend.evaluate(micro)[0]
+        return logprobs
+
+    def rest(self) -> None:
+        """See `Reference.rest`: nothing is in the way."""

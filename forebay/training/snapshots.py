@@ -1,10 +1,12 @@
-"""Snapshots: a policy version's weights as a complete Hugging Face folder with a manifest.
+"""Snapshots: a policy version's weights as a complete Hugging Face folder with a manifest; or its adapters alone.
 
 Invariants:
 - A folder under its final name is complete: it is written under a hidden name, manifest last, then renamed.
 - `manifest.json` = {"version": int, "files": {name: {"bytes", "sha256"}}, "tensors": {name: {"shape", "dtype"}}} lists
   every other file; its own SHA-256 (in `Snapshot`) therefore pins every byte.
 - Tensors have hub names; a tied weight is there once, as in the start model.
+- Adapters alone (`forebay.adapters` says how they are named) are for what has the start model: then the manifest has
+  "adapter": {"scale": float, "base": {name: SHA-256}} besides, the start model's files of weights.
 """
 
 import hashlib
@@ -19,6 +21,8 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
+from forebay.adapters import base_digests
+from forebay.config import LoraConfig
 from forebay.control.types import Snapshot
 from forebay.errors import RunError
 
@@ -55,6 +59,7 @@ class SnapshotWriter:
         self._shared = {name: (start_model / name).read_bytes() for name in COMPANIONS if (start_model / name).exists()}
         self._shared["config.json"] = json.dumps(config, indent=2).encode()
         self._hashes = {name: _entry(data) for name, data in self._shared.items()}
+        self._stem, self._more = "model", dict[str, Any]()
 
     def write(
         self, folder: Path, version: int, shards: Iterable[Sequence[tuple[str, Tensor]]], *, fsync: bool
@@ -86,7 +91,7 @@ class SnapshotWriter:
         for name, data in self._shared.items():
             _write(folder / name, data, fsync)
         for shard in shards:
-            name = f"model-{len(names) + 1:05d}.safetensors"
+            name = f"{self._stem}-{len(names) + 1:05d}.safetensors"
             # One copy of one shard in memory: hashed and written from the same bytes.
             data = save(dict(shard), metadata={"format": "pt"})
             _write(folder / name, data, fsync)
@@ -97,17 +102,26 @@ class SnapshotWriter:
                 places[key] = name
                 total += tensor.nbytes
         if len(names) == 1:
-            (folder / names[0]).rename(folder / "model.safetensors")
-            files["model.safetensors"] = files.pop(names[0])
+            (folder / names[0]).rename(folder / f"{self._stem}.safetensors")
+            files[f"{self._stem}.safetensors"] = files.pop(names[0])
         else:
             index = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode()
             _write(folder / "model.safetensors.index.json", index, fsync)
             files["model.safetensors.index.json"] = _entry(index)
-        manifest = json.dumps({"version": version, "files": files, "tensors": tensors}, indent=1).encode()
+        manifest = json.dumps({"version": version, "files": files, "tensors": tensors} | self._more, indent=1).encode()
         _write(folder / MANIFEST, manifest, fsync)
         if fsync:
             sync_to_disk(folder)
         return hashlib.sha256(manifest).hexdigest()
+
+
+class AdapterWriter(SnapshotWriter):
+    """Writes snapshots of adapters alone, one shard each."""
+
+    def __init__(self, start_model: Path, lora: LoraConfig) -> None:
+        self._shared, self._hashes = {}, {}
+        self._stem = "adapter_model"
+        self._more = {"adapter": {"scale": lora.alpha / lora.rank, "base": base_digests(start_model)}}
 
 
 def snapshot_folder(snapshots: Path, version: int) -> Path:

@@ -29,7 +29,14 @@ from forebay.training.checkpoints import Checkpoints
 from forebay.training.client import ControlClient, RunOver
 from forebay.training.distributed import Message, Ranks
 from forebay.training.engine import TrainEngine
-from forebay.training.snapshots import SnapshotWriter, existing_snapshot, newest_version, prune, snapshot_folder
+from forebay.training.snapshots import (
+    AdapterWriter,
+    SnapshotWriter,
+    existing_snapshot,
+    newest_version,
+    prune,
+    snapshot_folder,
+)
 
 TOKEN = "FOREBAY_TOKEN"
 
@@ -83,6 +90,7 @@ class _Trainer:
             "backend": training.backend,
             "zero_stage": training.zero_stage if training.backend == "deepspeed" else 3,
             "dtype": config.model.dtype,
+            "lora": training.lora.rank if training.lora else 0,
         }
         self.checkpoints = Checkpoints(run.checkpoints, ranks, layout, config.training.step_timeout_s)
         self.engine = TrainEngine(run, ranks)
@@ -115,9 +123,9 @@ class _Trainer:
         self.checkpoints.save(step, state)
         self.saved = step
 
-    def drain(self) -> None:
-        """Take part in gathering the weights without wanting them."""
-        for _ in self.engine.shards():
+    def drain(self, *, whole: bool) -> None:
+        """Take part in gathering the weights without wanting them; all of them, or what a snapshot has."""
+        for _ in self.engine.shards() if whole else self.engine.snapshot_shards():
             pass
 
     def finish(self, save_step: int | None) -> None:
@@ -134,12 +142,12 @@ def _follow(trainer: _Trainer, ranks: Ranks) -> None:
             orders = json.loads(body)
             trainer.finish(orders["save"])
             if orders["export"]:
-                trainer.drain()
+                trainer.drain(whole=True)
             return
         chunk, metrics = trainer.take(body)
         if metrics is not None:
             if trainer.is_published(chunk.step):
-                trainer.drain()
+                trainer.drain(whole=False)
             if trainer.is_saved(chunk.step):
                 trainer.save(chunk.step, trainer.engine.state())
 
@@ -150,7 +158,9 @@ class _Leader:
     def __init__(self, run: RunContext, control_url: str, ranks: Ranks, trainer: _Trainer) -> None:
         self._run, self._ranks, self._trainer = run, ranks, trainer
         self._client = ControlClient(control_url, run.token, run.config.training.step_timeout_s)
+        lora = run.config.training.lora
         self._writer = SnapshotWriter(run.start_model, run.config.model.dtype)
+        self._snapshots = AdapterWriter(run.start_model, lora) if lora and lora.publish == "adapter" else self._writer
         self._completion = run.root / "trainer_done.json"
         self._completion.unlink(missing_ok=True)
         run.snapshots.mkdir(parents=True, exist_ok=True)
@@ -170,7 +180,7 @@ class _Leader:
         trainer.finish(save)
         if reason is None:
             version = -(-steps // self._run.config.control.sync_every)
-            self._write(self._run.trained_model, version, fsync=True)
+            self._write(self._run.trained_model, version, whole=True)
         _record(self._completion, {"steps": trainer.done, "reason": reason})
 
     def _step(self, step: int) -> None:
@@ -227,18 +237,21 @@ class _Leader:
         """None if a trainer that died had gone on to a later version: then nobody waits for this one."""
         version = step // self._run.config.control.sync_every
         if version < self._published:
-            self._trainer.drain()
+            self._trainer.drain(whole=False)
             return None
-        snapshot = self._write(snapshot_folder(self._run.snapshots, version), version, fsync=False)
+        snapshot = self._write(snapshot_folder(self._run.snapshots, version), version, whole=False)
         prune(self._run.snapshots)
         return snapshot
 
-    def _write(self, folder: Path, version: int, *, fsync: bool) -> Snapshot:
-        """The weights; or, if a trainer that died had written them, those: engines may have them already."""
+    def _write(self, folder: Path, version: int, *, whole: bool) -> Snapshot:
+        """The trained model, or what engines get; or, if a trainer that died had written it, that: engines may have it
+        already."""
         if (snapshot := existing_snapshot(folder, version)) is not None:
-            self._trainer.drain()
+            self._trainer.drain(whole=whole)
             return snapshot
-        return self._writer.write(folder, version, self._trainer.engine.shards(), fsync=fsync)
+        writer = self._writer if whole else self._snapshots
+        shards = self._trainer.engine.shards() if whole else self._trainer.engine.snapshot_shards()
+        return writer.write(folder, version, shards, fsync=whole)
 
 
 def _record(path: Path, content: dict[str, Any]) -> None:

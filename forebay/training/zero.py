@@ -80,6 +80,16 @@ def partition(module: nn.Module, config: dict[str, Any], device: torch.device, d
     first.convert_to_zero_parameters(parameters)
 
 
+def mark_leaves(module: nn.Module) -> None:
+    """ZeRO-3: gather each block with experts as one. Which of its parts a token reaches differs from rank to rank, and
+    gradients enter by its router's side door too (`routers`)."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    blocks = {type(part) for part in module.modules() if isinstance(getattr(part, "experts", None), nn.Module)}
+    if blocks:
+        set_z3_leaf_modules(module, list(blocks))
+
+
 def scaled_step(engine: Any, divisor: float) -> float:
     """One optimizer step from the accumulated gradients divided by `divisor`; returns their norm before clipping."""
     optimizer = engine.optimizer

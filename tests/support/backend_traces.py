@@ -2,8 +2,9 @@
 
 JOB is a JSON file: {"scratch", "run_id", "out" (a folder), "batches" and "whole" (for each step its chunks, each a body
 in hex), "probe" ([prompt, response] to evaluate in the middle of each step), "cases": {name: {"config", "batches"
-(which of the two), "resume_at" (a step or null), "persistent", "shard_bytes"}}}. Each rank writes `<name>.<rank>.json`,
-rank 0 also `<name>.safetensors`, the full weights at the end.
+(which of the two), "resume_at" (a step or null), "persistent", "shard_bytes", and "run_id" if it is another one}}}.
+Each rank writes `<name>.<rank>.json`, rank 0 also `<name>.safetensors`, the full weights at the end, and
+`<name>.snapshot.safetensors`, what engines would get.
 """
 
 import json
@@ -40,7 +41,9 @@ def main() -> None:
 
 def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) -> None:
     zero.PERSISTENT_ELEMENTS, backend.SHARD_BYTES = case["persistent"], case["shard_bytes"]
-    run = RunContext(parse_config(case["config"], name), job["run_id"], Path(job["scratch"]), "token")
+    run = RunContext(
+        parse_config(case["config"], name), case.get("run_id", job["run_id"]), Path(job["scratch"]), "token"
+    )
     allocation = Allocation()
     engine = TrainEngine(run, ranks)
     prompt, response = job["probe"]
@@ -70,10 +73,13 @@ def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) ->
         "values": values,
         "shard_bytes": [sum(tensor.nbytes for _, tensor in shard) for shard in shards],
         "most_allocated": allocation.most,
+        "masters": sum(t.numel() for n, t in engine.state().items() if n.endswith(backend.MASTER)),
     }
+    snapshot = {n: t for shard in engine.snapshot_shards() for n, t in shard}
     (out / f"{name}.{ranks.rank}.json").write_text(json.dumps(result))
     if ranks.rank == 0:
         save_file({n: t for shard in shards for n, t in shard}, out / f"{name}.safetensors")
+        save_file(snapshot, out / f"{name}.snapshot.safetensors")
 
 
 class Allocation:

@@ -6,7 +6,7 @@ Invariants:
   micro-batch of masked tokens alone still has a graph for its backward pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,6 +89,11 @@ def token_loss(logprobs: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -
         "correction_rejected": correction.rejected,
     }
     return TokenLoss(loss, policy.ratio.where(mask, 1.0), policy.clipped, correction.weight, name, stats)
+
+
+def with_router_loss(token: TokenLoss, balance: Tensor, mask: Tensor, coefficient: float) -> TokenLoss:
+    """`coefficient` x the routers' loss of each token's sequence, (R,), on top: weighted and divided as the rest is."""
+    return replace(token, loss=token.loss + coefficient * kept(balance, mask))
 
 
 def _policy_loss(
