@@ -13,6 +13,8 @@ from forebay.training.algorithms.tokens import kept
 from forebay.training.distributed import Ranks
 from forebay.training.packing import MicroBatch
 
+BALANCE = "router_balance"
+"""The routers' load-balancing loss: the number of experts for each token if all is even. Only if it is trained."""
 SHARES = {
     "clipped": "clip_fraction",
     "correction_weight": "correction/weight_mean",
@@ -20,6 +22,7 @@ SHARES = {
     "correction_masked": "correction/masked",
     "correction_rejected": "correction/rejected",
     "kl": "kl_mean",
+    BALANCE: BALANCE,
 }
 """Statistic of `TokenLoss` -> metric: its mean over the batch's response tokens."""
 
@@ -38,7 +41,8 @@ class Meter:
         mask = micro.weights > 0
         advantages = kept(micro.advantages, mask).abs().sum(dtype=torch.float64)
         sums = [loss.double(), kept(entropy, mask).sum(dtype=torch.float64), advantages]
-        self._sums += torch.stack([*sums, *(token.stats[name] for name in SHARES)])
+        none = torch.zeros_like(sums[0])
+        self._sums += torch.stack([*sums, *(token.stats.get(name, none) for name in SHARES)])
         self._ratio = torch.maximum(self._ratio, kept(token.ratio, mask).max().double())
         self._mismatch.add(micro.behaviour, proximal, mask & micro.current)
         self._off_policy.add(micro.behaviour, proximal, mask)
@@ -59,6 +63,8 @@ class Meter:
             "ratio_max": float(ratio),
         }
         metrics |= {metric: share / tokens for metric, share in zip(SHARES.values(), shares, strict=True)}
+        if not metrics[BALANCE]:
+            del metrics[BALANCE]
         for name, difference, most in zip(("mismatch", "off_policy"), differences, largest, strict=True):
             metrics |= Mismatch(difference, most).result(name)
         return metrics

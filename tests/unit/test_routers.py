@@ -62,8 +62,8 @@ def groups() -> list[dict[str, Any]]:
     return found
 
 
-def gradients(moe: Path, coefficient: float, **settings: Any) -> dict[str, torch.Tensor]:
-    """By the learner; `settings` of training, and the aggregation."""
+def learnt(moe: Path, coefficient: float, **settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """(gradients, metrics) of the learner; `settings` of training, and the aggregation."""
     algorithm = {"router_aux_loss": coefficient, "aggregation": settings.pop("aggregation", "token_mean")}
     values = {"generation": {"temperature": TEMPERATURE, "max_new_tokens": 12}, "model": {"max_model_len": 32}}
     config = parse_config(values | {"algorithm": algorithm, "training": {"micro_batch_tokens": 32} | settings}, "test")
@@ -75,36 +75,40 @@ def gradients(moe: Path, coefficient: float, **settings: Any) -> dict[str, torch
     learner = Learner(config, ranks, policy.lm, backend)
     body = msgpack.packb({"step": 1, "version": 3, "complete": True, "groups": groups()})
     learner.accumulate(decode_chunk(body, config.algorithm, 12))
-    learner.update(1)
-    return backend.gradients
+    metrics = learner.update(1)
+    return backend.gradients, metrics
 
 
-def balance_gradients(moe: Path, aggregation: str) -> dict[str, torch.Tensor]:
-    """Of the aggregated balance loss alone, one sequence at a time, by transformers' own router outputs and loss."""
+def balance(moe: Path, aggregation: str) -> tuple[dict[str, torch.Tensor], float]:
+    """(gradients, value) of the aggregated balance loss alone, one sequence at a time, by transformers' own router outputs and loss."""
     lm, loss = load(moe).eval(), torch.zeros(())
     sequences = [(group["prompt_ids"], s["ids"]) for group in groups() for s in group["samples"]]
     tokens = sum(len(ids) for _, ids in sequences)
     for prompt, ids in sequences:
         layers = lm(torch.tensor([[*prompt, *ids]]), output_router_logits=True).router_logits
-        balance = sum(load_balancing_loss_func((layer,), EXPERTS, CHOSEN) for layer in layers) / len(layers)
+        mean = sum(load_balancing_loss_func((layer,), EXPERTS, CHOSEN) for layer in layers) / len(layers)
         weight = {"token_mean": len(ids) / tokens, "sequence_mean": 1 / len(sequences)}[aggregation]
-        loss = loss + weight * balance
+        loss = loss + weight * mean
     loss.backward()
-    return {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
+    return {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}, loss.item()
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_the_learner_adds_the_aggregated_loss_of_the_routers(moe: Path, aggregation: str) -> None:
-    without = gradients(moe, 0.0, aggregation=aggregation)
-    found = gradients(moe, COEFFICIENT, aggregation=aggregation)
-    expected = balance_gradients(moe, aggregation)
+    without, plain_metrics = learnt(moe, 0.0, aggregation=aggregation)
+    found, metrics = learnt(moe, COEFFICIENT, aggregation=aggregation)
+    expected, value = balance(moe, aggregation)
+    assert metrics["loss"] - plain_metrics["loss"] == pytest.approx(COEFFICIENT * value, rel=1e-4)
+    assert "router_balance" not in plain_metrics
+    if aggregation == "token_mean":
+        assert metrics["router_balance"] == pytest.approx(value, rel=1e-5)
     assert any("mlp.gate.weight" in name and float(g.abs().max()) > 1e-3 for name, g in expected.items())
     for name, plain in without.items():
         added = COEFFICIENT * expected[name] if name in expected else torch.zeros_like(plain)
         torch.testing.assert_close(found[name] - plain, added, rtol=1e-3, atol=1e-5)
 
 
-def test_no_packing_changes_it_and_recomputed_activations_neither(moe: Path) -> None:
-    one, other = (gradients(moe, COEFFICIENT, micro_batch_tokens=budget) for budget in (32, 4096))
+def test_no_packing_changes_it(moe: Path) -> None:
+    one, other = (learnt(moe, COEFFICIENT, micro_batch_tokens=budget)[0] for budget in (32, 4096))
     for name, gradient in one.items():
         torch.testing.assert_close(gradient, other[name], rtol=1e-4, atol=1e-6)

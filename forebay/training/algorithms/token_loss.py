@@ -54,7 +54,7 @@ class TokenLoss:
     stats: dict[str, Tensor]
     """Sums over unmasked tokens, 0-dimensional float64, always the same keys; divided by the batch's trained tokens
     they are shares and means: clipped, correction_weight, correction_clipped, correction_masked, correction_rejected,
-    kl (the estimate, without coefficient)."""
+    kl (the estimate, without coefficient); router_balance (also without) if the routers have a loss."""
 
 
 def token_loss(logprobs: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> TokenLoss:
@@ -93,7 +93,9 @@ def token_loss(logprobs: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -
 
 def with_router_loss(token: TokenLoss, balance: Tensor, mask: Tensor, coefficient: float) -> TokenLoss:
     """`coefficient` x the routers' loss of each token's sequence, (R,), on top: weighted and divided as the rest is."""
-    return replace(token, loss=token.loss + coefficient * kept(balance, mask))
+    balance = kept(balance, mask)
+    stats = token.stats | {"router_balance": balance.detach().sum(dtype=torch.float64)}
+    return replace(token, loss=token.loss + coefficient * balance, stats=stats)
 
 
 def _policy_loss(
