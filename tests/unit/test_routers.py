@@ -80,7 +80,8 @@ def learnt(moe: Path, coefficient: float, **settings: Any) -> tuple[dict[str, to
 
 
 def balance(moe: Path, aggregation: str) -> tuple[dict[str, torch.Tensor], float]:
-    """(gradients, value) of the aggregated balance loss alone, one sequence at a time, by transformers' own router outputs and loss."""
+    """(gradients, value) of the aggregated balance loss alone, one sequence at a time, by transformers' own router
+    outputs and loss."""
     lm, loss = load(moe).eval(), torch.zeros(())
     sequences = [(group["prompt_ids"], s["ids"]) for group in groups() for s in group["samples"]]
     tokens = sum(len(ids) for _, ids in sequences)
