@@ -11,6 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from forebay.config import parse_config
 from forebay.errors import UserError
+from forebay.training import zero
 from forebay.training.batches import decode_chunk
 from forebay.training.learner import Learner
 from forebay.training.logprobs import PolicyModel
@@ -48,6 +49,17 @@ def test_a_dense_model_has_no_routers(tmp_path: Path) -> None:
     save_random_model("qwen3", 0, tmp_path)
     with pytest.raises(UserError, match="Qwen3ForCausalLM has no routers"):
         Routers(load(tmp_path))
+
+
+def test_zero3_gathers_a_block_of_experts_as_one(moe: Path, tmp_path: Path) -> None:
+    from deepspeed.utils import get_z3_leaf_modules
+
+    save_random_model("qwen3", 0, tmp_path)
+    experts, dense = load(moe), load(tmp_path)
+    for lm in (experts, dense):
+        zero.mark_leaves(lm)
+    assert [type(leaf).__name__ for leaf in get_z3_leaf_modules(experts)] == ["Qwen3MoeSparseMoeBlock"] * 2
+    assert get_z3_leaf_modules(dense) == []
 
 
 def groups() -> list[dict[str, Any]]:
