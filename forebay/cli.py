@@ -17,6 +17,7 @@ from forebay import __version__
 from forebay.errors import ForebayError
 
 if TYPE_CHECKING:
+    from forebay.config import RunConfig
     from forebay.run import RunContext
 
 INTERRUPTED = 130
@@ -274,7 +275,13 @@ def _print_account(lines: Sequence[Sequence[str]]) -> None:
 @_guarded
 def plan(
     profile: ProfileArgument,
-    devices: Annotated[int, typer.Option("--devices", metavar="N", help="Devices for engines and trainer together.")],
+    devices: Annotated[
+        int | None, typer.Option("--devices", metavar="N", help="Devices for engines and trainer together.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Estimate the memory on each device instead; refuse a profile that cannot fit."),
+    ] = False,
     page: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots, which stands alone.")
     ] = None,
@@ -286,14 +293,23 @@ def plan(
     ] = None,
     set_: SetOption = None,
 ) -> None:
-    """Compare splits of the devices, modes, policies and staleness bounds by simulation, and say which to take."""
+    """Compare splits of the devices, modes, policies and staleness bounds by simulation, and say which to take; or
+    tell whether a profile fits its devices' memory."""
     from forebay.config import load_profile
+    from forebay.errors import UserError
+
+    config = load_profile(profile, set_ or ())
+    if dry_run:
+        _print_memory(config)
+        return
+    if devices is None:
+        raise UserError("plan: say how many devices there are (--devices N), or ask for the memory (--dry-run)")
     from forebay.simulation.calibrate import calibrate as calibrated
     from forebay.simulation.plan import make_plan
     from forebay.simulation.plan_page import COLUMNS, advice, cells, left_out, write_page
     from forebay.simulation.report import run_folder
 
-    config, calibration = load_profile(profile, set_ or ()), None
+    calibration = None
     if calibrate is not None:
         with run_folder(calibrate, config.storage) as (folder, _):
             calibration = calibrated(folder)
@@ -305,6 +321,29 @@ def plan(
         if text:
             typer.echo(f"{text}\n")
     _print_pairs([("" if number else "taken for granted", line) for number, line in enumerate(made.assumptions)])
+
+
+def _print_memory(config: "RunConfig") -> None:
+    """Exit code 2 after the tables if something does not fit."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from forebay.memory.fit import check, dry_run, verdict
+
+    estimate, console = dry_run(config), Console()
+    console.width = max(console.width, 120)  # never cut
+    for fleet in estimate.fleets:
+        table = Table(f"{fleet.name} x {fleet.devices}", show_edge=False)
+        for name in ("GiB a device", "GiB a host"):
+            table.add_column(name, justify="right")
+        table.add_column("what it is")
+        for cells in fleet.rows():
+            table.add_row(*cells)
+        table.rows[-2].end_section = True
+        console.print(table)
+        console.print()
+    check(estimate)
+    _print_pairs([("memory", verdict(config, estimate))])
 
 
 def _print_plan(columns: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> None:

@@ -1,6 +1,7 @@
 """The configuration of a run. Imports no torch, no vLLM, no Prefect (a test sees to that)."""
 
 from forebay.config.algorithm import AlgorithmConfig, CriticConfig
+from forebay.config.hardware import HardwareConfig
 from forebay.config.loading import load_profile, parse_config
 from forebay.config.lora import LoraConfig
 from forebay.config.run import Mode, RunConfig
@@ -29,6 +30,7 @@ __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "GenerationConfig",
+    "HardwareConfig",
     "LaunchConfig",
     "LengthsConfig",
     "LoraConfig",

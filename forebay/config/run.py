@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from forebay.config.algorithm import AlgorithmConfig, CriticConfig
 from forebay.config.base import Config
+from forebay.config.hardware import HardwareConfig
 from forebay.config.sections import (
     ControlConfig,
     DataConfig,
@@ -49,6 +50,7 @@ class RunConfig(Config):
     evaluation: EvaluationConfig = EvaluationConfig()
     storage: StorageConfig = StorageConfig()
     launch: LaunchConfig = LaunchConfig()
+    hardware: HardwareConfig = HardwareConfig()
 
     @property
     def staleness_bound(self) -> float:

@@ -4,14 +4,17 @@ import json
 import math
 from pathlib import Path
 
+from forebay.memory.known_models import known
+
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 ELEMENT = {"float32": 4, "bfloat16": 2}
 
 
 def token_bytes(model: Path, dtype: str) -> float | None:
-    """Keys and values of one token in all layers, of a model folder in Hugging Face format; None if it does not say."""
+    """Keys and values of one token in all layers, of a model folder in Hugging Face format or a known model; None if it
+    does not say."""
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = known(str(model)) or json.loads((model / "config.json").read_text(encoding="utf-8"))
         heads = config["num_attention_heads"]
         width = config.get("head_dim") or config["hidden_size"] / heads
         return float(

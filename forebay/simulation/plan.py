@@ -10,7 +10,6 @@ Invariants:
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 from forebay.config import RunConfig
 from forebay.config.run import Mode
 from forebay.errors import UserError
+from forebay.memory.engines import engine_devices
 from forebay.scheduling.policies import Policy, resolve
 from forebay.simulation.bound import Bound, bound
 from forebay.simulation.calibrate import Calibration
@@ -129,18 +129,6 @@ def make_plan(config: RunConfig, devices: int, calibration: Calibration | None =
         skipped=planner.skipped,
         assumptions=[*assumptions(config, calibration), *_taken_for_granted(config, calibration)],
     )
-
-
-def engine_devices(config: RunConfig) -> int:
-    """Devices of one engine: vLLM's tensor times pipeline parallelism in `generation.extra_args`, else 1."""
-    sizes = {"tensor": 1, "pipeline": 1}
-    names = {"tensor": ("--tensor-parallel-size", "-tp"), "pipeline": ("--pipeline-parallel-size", "-pp")}
-    words = [word for arg in config.generation.extra_args for word in arg.replace("=", " ").split()]
-    for kind, own in names.items():
-        for word, value in pairwise(words):
-            if word in own and value.isdecimal():
-                sizes[kind] = int(value)
-    return max(1, sizes["tensor"] * sizes["pipeline"])
 
 
 def _splits(config: RunConfig, devices: int) -> Iterator[tuple[int, int]]:

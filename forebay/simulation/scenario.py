@@ -11,6 +11,7 @@ from forebay.config import RunConfig
 from forebay.config.sections import AssumedLengthsConfig
 from forebay.control.rules import rules_of
 from forebay.errors import UserError
+from forebay.memory.engines import engine_devices
 from forebay.scheduling.policies import order_prompts
 from forebay.simulation.calibrate import Calibration
 from forebay.simulation.kv import capacity, token_bytes
@@ -76,9 +77,10 @@ def scenario_of(
 
 
 def kv_tokens(config: RunConfig, calibration: Calibration | None) -> float:
-    """KV capacity of one engine; infinite if neither the calibration nor a local model tells the size of a token."""
+    """KV capacity of one engine; infinite if neither the calibration nor the model tells the size of a token."""
     known = calibration.kv_token_bytes if calibration else token_bytes(Path(config.model.path), config.model.dtype)
-    return capacity(config.generation.kv_cache, known)
+    # The cache's size is that on each device, which holds a part of every token.
+    return capacity(config.generation.kv_cache, known) * engine_devices(config)
 
 
 def assumptions(config: RunConfig, calibration: Calibration | None) -> list[str]:

@@ -1,0 +1,177 @@
+"""Whether a profile fits the devices that it names, and if not, what would.
+
+Invariants:
+- Advice is computed, not written: each setting that is named was estimated and fits.
+- The least change comes first: the same ranks without offloading, then with it, then more ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from forebay.config import RunConfig
+from forebay.errors import UserError
+from forebay.memory.architecture import Architecture, architecture_of
+from forebay.memory.engines import engine_devices, engines_memory, kv_tokens, parallel_sizes
+from forebay.memory.items import GIB, FleetMemory, gib
+from forebay.memory.trainer import recomputes, trainer_memory
+
+MORE_RANKS = (2, 4, 8, 16, 32, 64)
+SUGGESTIONS = 3
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The estimate for a profile."""
+
+    fleets: tuple[FleetMemory, FleetMemory]
+    """Trainer and engines."""
+    problems: tuple[str, ...]
+    """One line for each thing that does not fit, with what would."""
+
+
+def dry_run(config: RunConfig) -> DryRun:
+    """Raises `UserError` if the model's sizes are not known."""
+    a = architecture_of(config.model.path)
+    trainer, engines = trainer_memory(config, a), engines_memory(config, a)
+    problems = [*_count(config, trainer, engines), *_trainer(config, a, trainer), *_engines(config, a, engines)]
+    return DryRun((trainer, engines), tuple(problems))
+
+
+def check(result: DryRun) -> None:
+    """Raises `UserError`, one line for each problem."""
+    if result.problems:
+        raise UserError("\n".join(result.problems))
+
+
+def verdict(config: RunConfig, result: DryRun) -> str:
+    """For a profile that fits."""
+    device = room(config)
+    if device is None:
+        return "hardware.device_memory_gib is not set: nothing to compare with"
+    shares = " and ".join(f"{fleet.name} {fleet.device / device:.0%}" for fleet in result.fleets)
+    return f"fits: {shares} of the {gib(device)} GiB of each device beside the reserve"
+
+
+def room(config: RunConfig) -> float | None:
+    """Bytes of a device that a fleet may use; None: unknown."""
+    memory = config.hardware.device_memory_gib
+    return None if memory is None else (memory - config.hardware.reserve_gib) * GIB
+
+
+def _count(config: RunConfig, trainer: FleetMemory, engines: FleetMemory) -> Iterator[str]:
+    wanted, there = trainer.devices + engines.devices, config.hardware.devices
+    if there is not None and wanted > there:
+        yield (
+            f"training.ranks ({trainer.devices}) and the {config.generation.engines} engines of {engine_devices(config)} "
+            f"need {wanted} devices, hardware.devices is {there}: lower training.ranks or generation.engines"
+        )
+
+
+def _trainer(config: RunConfig, a: Architecture, memory: FleetMemory) -> Iterator[str]:
+    if not _too_large(config, memory):
+        return
+    wanted = ", or ".join(_advice(config, a)) or "a smaller model, or fewer training.micro_batch_tokens"
+    yield f"the trainer does not fit: {_short(config, memory)}; what fits: {wanted}"
+
+
+def _engines(config: RunConfig, a: Architecture, memory: FleetMemory) -> Iterator[str]:
+    tokens, most = kv_tokens(config, a), config.model.max_model_len
+    if tokens < most:
+        yield (
+            f"generation.kv_cache ({config.generation.kv_cache}) holds {tokens:,} tokens, less than one sequence of "
+            f"model.max_model_len ({most:,}): raise it"
+        )
+    if not _too_large(config, memory):
+        return
+    wanted = ", or ".join(_engine_advice(config, a, memory)) or "more tensor-parallel ranks"
+    yield f"the engines do not fit: {_short(config, memory)}; what fits: {wanted}"
+
+
+def _too_large(config: RunConfig, memory: FleetMemory) -> bool:
+    device, host = room(config), config.hardware.host_memory_gib
+    return (device is not None and memory.device > device) or (host is not None and memory.host > host * GIB)
+
+
+def _short(config: RunConfig, memory: FleetMemory) -> str:
+    """What is needed, what is there."""
+    device, host = room(config), config.hardware.host_memory_gib
+    if device is not None and memory.device > device:
+        largest = max(memory.items, key=lambda item: item.device)
+        return (
+            f"{gib(memory.device)} GiB on each of {memory.devices} devices of {gib(device)} GiB beside the reserve, most "
+            f"of it {largest.name} ({gib(largest.device)})"
+        )
+    assert host is not None, "one of the two is too small"
+    largest = max(memory.items, key=lambda item: item.host)
+    return f"{gib(memory.host)} GiB on a host of {host:,.1f} GiB, most of it {largest.name} ({gib(largest.host)})"
+
+
+def _advice(config: RunConfig, a: Architecture) -> list[str]:
+    """Settings with which the trainer fits, by how much they change; none of them has another of the list in it."""
+    found: list[dict[str, Any]] = []
+    for changes in _changes(config, a):
+        if any(kept.items() <= changes.items() for kept in found):
+            continue
+        changed = _changed(config, changes)
+        if changed is not None and not _too_large(changed, trainer_memory(changed, a)):
+            found.append(changes)
+        if len(found) == SUGGESTIONS:
+            break
+    return [" and ".join(f"training.{key}={_text(value)}" for key, value in changes.items()) for changes in found]
+
+
+def _changes(config: RunConfig, a: Architecture) -> Iterator[dict[str, Any]]:
+    training, stages = config.training, [{}]
+    if training.backend == "deepspeed":
+        stages += [{"zero_stage": stage} for stage in range(max(training.zero_stage + 1, 2), 4)]
+    again = [{}] if recomputes(config, a) else [{}, {"activation_checkpointing": True}]
+    offloads: list[dict[str, Any]] = [{}]
+    offloads += [{"offload": kind} for kind in ("optimizer", "all") if training.offload == "none" or kind == "all"]
+    least = config.model.max_model_len
+    smaller = [{}] if training.micro_batch_tokens <= least else [{}, {"micro_batch_tokens": least}]
+    plain = [stage | more | less for stage in stages for more in again for less in smaller]
+    yield from (changes for changes in plain if changes)
+    yield from (changes | offload for offload in offloads if offload for changes in plain)
+    for times in MORE_RANKS:
+        yield from (changes | {"ranks": times * training.ranks} for changes in plain)
+
+
+def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig | None:
+    """None if the profile's checks forbid it."""
+    values = config.model_dump()
+    values["training"] |= changes
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError:
+        return None
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _engine_advice(config: RunConfig, a: Architecture, memory: FleetMemory) -> Iterator[str]:
+    """A smaller cache that still holds one sequence; more tensor-parallel ranks."""
+    device = room(config)
+    if device is None:
+        return
+    cache = next((item.device for item in memory.items if item.name == "KV cache"), 0.0)
+    left = int((device - memory.device + cache) // GIB)
+    tensor, _ = parallel_sizes(config)
+    smaller = _with_engines(config, kv_cache=f"{max(left, 1)}G")
+    if left >= 1 and kv_tokens(smaller, a) >= config.model.max_model_len:
+        yield f"generation.kv_cache={left}G"
+    for times in MORE_RANKS:
+        if a.heads % (tensor * times):
+            return
+        arguments = [*config.generation.extra_args, "--tensor-parallel-size", str(tensor * times)]
+        if not _too_large(wider := _with_engines(config, extra_args=arguments), engines_memory(wider, a)):
+            yield f"--tensor-parallel-size {tensor * times} in generation.extra_args"
+            return
+
+
+def _with_engines(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"generation": config.generation.model_copy(update=changes)})
