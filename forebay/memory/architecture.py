@@ -148,8 +148,9 @@ def architecture_of(path: str) -> Architecture:
     try:
         return parse(json.loads(file.read_text(encoding="utf-8")), path)
     except FileNotFoundError:
+        names = ", ".join(sorted(KNOWN))
         raise UserError(
-            f"model.path {path}: its sizes are not known here; give a folder with its config.json, or one of {', '.join(sorted(KNOWN))}"
+            f"model.path {path}: its sizes are not known here; give a folder with its config.json, or one of {names}"
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({error})") from None

@@ -65,8 +65,8 @@ def _count(config: RunConfig, trainer: FleetMemory, engines: FleetMemory) -> Ite
     wanted, there = trainer.devices + engines.devices, config.hardware.devices
     if there is not None and wanted > there:
         yield (
-            f"training.ranks ({trainer.devices}) and the {config.generation.engines} engines of {engine_devices(config)} "
-            f"need {wanted} devices, hardware.devices is {there}: lower training.ranks or generation.engines"
+            f"training.ranks ({trainer.devices}) and generation.engines ({config.generation.engines}, each of "
+            f"{engine_devices(config)}) need {wanted} devices, hardware.devices is {there}: lower one of them"
         )
 
 
@@ -101,8 +101,8 @@ def _short(config: RunConfig, memory: FleetMemory) -> str:
     if device is not None and memory.device > device:
         largest = max(memory.items, key=lambda item: item.device)
         return (
-            f"{gib(memory.device)} GiB on each of {memory.devices} devices of {gib(device)} GiB beside the reserve, most "
-            f"of it {largest.name} ({gib(largest.device)})"
+            f"{gib(memory.device)} GiB on each of {memory.devices} devices, which have {gib(device)} GiB beside the "
+            f"reserve, most of it {largest.name} ({gib(largest.device)})"
         )
     assert host is not None, "one of the two is too small"
     largest = max(memory.items, key=lambda item: item.host)
@@ -113,7 +113,7 @@ def _advice(config: RunConfig, a: Architecture) -> list[str]:
     """Settings with which the trainer fits, by how much they change; none of them has another of the list in it."""
     found: list[dict[str, Any]] = []
     for changes in _changes(config, a):
-        if any(kept.items() <= changes.items() for kept in found):
+        if any(kept.items() <= _least(changes).items() for kept in found):
             continue
         changed = _changed(config, changes)
         if changed is not None and not _too_large(changed, trainer_memory(changed, a)):
@@ -121,6 +121,11 @@ def _advice(config: RunConfig, a: Architecture) -> list[str]:
         if len(found) == SUGGESTIONS:
             break
     return [" and ".join(f"training.{key}={_text(value)}" for key, value in changes.items()) for changes in found]
+
+
+def _least(changes: dict[str, Any]) -> dict[str, Any]:
+    """The same with less offloaded."""
+    return changes | {"offload": "optimizer"} if changes.get("offload") == "all" else changes
 
 
 def _changes(config: RunConfig, a: Architecture) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Memory of one rank of the trainer at its fullest: the backward pass of a micro-batch of `micro_batch_tokens`.
 
-P parameters, R ranks, b bytes of a number in `model.dtype`. What each backend keeps (a test holds it against real ones):
+P parameters, R ranks, b bytes of a number in `model.dtype`. What each backend
+keeps (a test holds it against real ones):
 
 | | weights | gradients | float32 weights and AdamW's moments |
 | --- | --- | --- | --- |
@@ -93,7 +94,7 @@ def _placed(name: str, nbytes: float, off: bool, here: int, how: str) -> Item:
 
 def _gathered(config: RunConfig, model: _Model) -> float:
     stage, b = stage_of(config), ITEMSIZE[config.model.dtype]
-    bucket = b * min(BUCKET, model.trainable)
+    bucket = float(b * BUCKET)
     if stage < 2:
         return 0.0
     if stage == 2:

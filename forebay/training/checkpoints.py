@@ -63,10 +63,11 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise RunError(f"the checkpoint {folder} cannot be read ({type(error).__name__}: {error})") from None
 
-    def save(self, step: int, state: dict[str, Tensor]) -> None:
-        """Write in the background; `state` must be a copy. Raises what went wrong with the one before."""
+    def save(self, step: int, state: dict[str, Tensor], after: Future[None] | None = None) -> None:
+        """Write in the background; `state` must be a copy. It becomes complete after `after` (rank 0), if that goes
+        well. Raises what went wrong with the one before."""
         self.wait()
-        self._pending = self._writer.submit(self._write, step, state)
+        self._pending = self._writer.submit(self._write, step, state, after)
 
     def finished(self) -> int | None:
         """Rank 0: the step of a checkpoint that has become complete since the last call. Raises what went wrong."""
@@ -80,7 +81,7 @@ class Checkpoints:
         if self._pending is not None:
             self._pending.result()
 
-    def _write(self, step: int, state: dict[str, Tensor]) -> int:
+    def _write(self, step: int, state: dict[str, Tensor], after: Future[None] | None) -> int:
         folder = self._folder / f".{_name(step)}.tmp"
         try:
             folder.mkdir(exist_ok=True)
@@ -89,6 +90,8 @@ class Checkpoints:
             sync_to_disk(file.with_suffix(".part"))
             file.with_suffix(".part").rename(file)
             if self._rank == 0:
+                if after is not None:
+                    after.result()
                 self._complete(folder, step)
         except (OSError, SafetensorError) as error:
             raise RunError(f"cannot write the checkpoint of step {step} to {self._folder}: {error}") from None

@@ -1,7 +1,8 @@
 """Snapshots: a policy version's weights as a complete Hugging Face folder with a manifest; or its adapters alone.
 
 Invariants:
-- A folder under its final name is complete: it is written under a hidden name, manifest last, then renamed.
+- A folder under its final name is complete and on the disk: it is written under a hidden name, manifest last, then
+  renamed.
 - `manifest.json` = {"version": int, "files": {name: {"bytes", "sha256"}}, "tensors": {name: {"shape", "dtype"}}} lists
   every other file; its own SHA-256 (in `Snapshot`) therefore pins every byte.
 - Tensors have hub names; a tied weight is there once, as in the start model.
@@ -61,40 +62,35 @@ class SnapshotWriter:
         self._hashes = {name: _entry(data) for name, data in self._shared.items()}
         self._stem, self._more = "model", dict[str, Any]()
 
-    def write(
-        self, folder: Path, version: int, shards: Iterable[Sequence[tuple[str, Tensor]]], *, fsync: bool
-    ) -> Snapshot:
-        """Write the shards (one safetensors file each) and everything else into `folder`, which must not exist.
-
-        `fsync` also makes it survive a power failure; within a run a snapshot need not. Raises `RunError` on a full
-        disk or if `folder` is there already.
+    def write(self, folder: Path, version: int, shards: Iterable[Sequence[tuple[str, Tensor]]]) -> Snapshot:
+        """Write the shards (one safetensors file each) and everything else into `folder`, which must not exist, and
+        have it all on the disk. Raises `RunError` on a full disk or if `folder` is there already.
         """
         temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}"
         try:
             temporary.mkdir(parents=True)
-            digest = self._fill(temporary, version, shards, fsync)
+            digest = self._fill(temporary, version, shards)
             if folder.exists():
                 raise FileExistsError(f"{folder} is there already")
             temporary.rename(folder)
-            if fsync:
-                sync_to_disk(folder.parent)
+            sync_to_disk(folder.parent)
         except OSError as error:
             raise RunError(f"cannot write the weights of version {version} to {folder}: {error}") from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return Snapshot(version, str(folder), digest)
 
-    def _fill(self, folder: Path, version: int, shards: Iterable[Sequence[tuple[str, Tensor]]], fsync: bool) -> str:
+    def _fill(self, folder: Path, version: int, shards: Iterable[Sequence[tuple[str, Tensor]]]) -> str:
         files, tensors, places = dict(self._hashes), {}, {}
         total = 0
         names: list[str] = []
         for name, data in self._shared.items():
-            _write(folder / name, data, fsync)
+            _write(folder / name, data)
         for shard in shards:
             name = f"{self._stem}-{len(names) + 1:05d}.safetensors"
             # One copy of one shard in memory: hashed and written from the same bytes.
             data = save(dict(shard), metadata={"format": "pt"})
-            _write(folder / name, data, fsync)
+            _write(folder / name, data)
             files[name] = _entry(data)
             names.append(name)
             for key, tensor in shard:
@@ -106,12 +102,11 @@ class SnapshotWriter:
             files[f"{self._stem}.safetensors"] = files.pop(names[0])
         else:
             index = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode()
-            _write(folder / "model.safetensors.index.json", index, fsync)
+            _write(folder / "model.safetensors.index.json", index)
             files["model.safetensors.index.json"] = _entry(index)
         manifest = json.dumps({"version": version, "files": files, "tensors": tensors} | self._more, indent=1).encode()
-        _write(folder / MANIFEST, manifest, fsync)
-        if fsync:
-            sync_to_disk(folder)
+        _write(folder / MANIFEST, manifest)
+        sync_to_disk(folder)
         return hashlib.sha256(manifest).hexdigest()
 
 
@@ -187,14 +182,13 @@ def _entry(data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _write(path: Path, data: bytes, fsync: bool) -> None:
+def _write(path: Path, data: bytes) -> None:
     with path.open("xb", buffering=0) as file:
         # An unbuffered write may be partial (Linux writes at most 2 GiB at a time).
         view = memoryview(data)
         while view:
             view = view[file.write(view) :]
-        if fsync:
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
 
 
 def sync_to_disk(path: Path) -> None:

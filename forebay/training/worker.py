@@ -2,7 +2,8 @@
 
 Invariants:
 - Rank 0 alone speaks to the Control Unit; the others do what it says, in the same order.
-- A step is reported before the snapshot it leads to, and before its checkpoint is begun.
+- A step is reported before the snapshot it leads to, and before its checkpoint is begun. Both are written while
+  training goes on; a checkpoint is complete only when all snapshots of its step and before are.
 - A trainer that starts goes on after the newest checkpoint. What it trains again it publishes under the same number,
   and a version that is on the disk stays as it is: the Control Unit serves the same groups again.
 - `trainer_done.json` = {"steps": n, "reason": null | why it stopped early} is written last. All steps done and the
@@ -10,11 +11,15 @@ Invariants:
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +34,12 @@ from forebay.training.checkpoints import Checkpoints
 from forebay.training.client import ControlClient, RunOver
 from forebay.training.distributed import Message, Ranks
 from forebay.training.engine import TrainEngine
+from forebay.training.publisher import Publisher
 from forebay.training.snapshots import (
     AdapterWriter,
     SnapshotWriter,
     existing_snapshot,
     newest_version,
-    prune,
     snapshot_folder,
 )
 
@@ -118,9 +123,9 @@ class _Trainer:
         """Whether a checkpoint follows this step."""
         return step % self._config.training.checkpoint_every == 0
 
-    def save(self, step: int, state: dict[str, Tensor]) -> None:
-        """Begin the checkpoint of this step."""
-        self.checkpoints.save(step, state)
+    def save(self, step: int, state: dict[str, Tensor], after: Future[None] | None = None) -> None:
+        """Begin the checkpoint of this step, to be complete after `after`."""
+        self.checkpoints.save(step, state, after)
         self.saved = step
 
     def drain(self, *, whole: bool) -> None:
@@ -160,7 +165,8 @@ class _Leader:
         self._client = ControlClient(control_url, run.token, run.config.training.step_timeout_s)
         lora = run.config.training.lora
         self._writer = SnapshotWriter(run.start_model, run.config.model.dtype)
-        self._snapshots = AdapterWriter(run.start_model, lora) if lora and lora.publish == "adapter" else self._writer
+        adapters = AdapterWriter(run.start_model, lora) if lora and lora.publish == "adapter" else None
+        self._publisher = Publisher(adapters or self._writer, self._announce)
         self._completion = run.root / "trainer_done.json"
         self._completion.unlink(missing_ok=True)
         run.snapshots.mkdir(parents=True, exist_ok=True)
@@ -175,19 +181,20 @@ class _Leader:
         except RunOver as over:
             # After the last step the run is over in any case, and its last snapshot may come too late for anyone.
             reason = str(over) if trainer.done < steps else None
+        self._publisher.wait()
         save = trainer.done if reason is not None and trainer.done > trainer.saved else None
         self._ranks.send(Message.STOP, json.dumps({"export": reason is None, "save": save}).encode())
         trainer.finish(save)
         if reason is None:
             version = -(-steps // self._run.config.control.sync_every)
-            self._write(self._run.trained_model, version, whole=True)
+            self._export(self._run.trained_model, version)
         _record(self._completion, {"steps": trainer.done, "reason": reason})
 
     def _step(self, step: int) -> None:
         began = time.perf_counter()
         metrics, waited = self._train(step)
         trained = time.perf_counter()
-        snapshot = self._snapshot(step) if self._trainer.is_published(step) else None
+        publish = self._snapshot(step) if self._trainer.is_published(step) else None
         state = self._trainer.engine.state() if self._trainer.is_saved(step) else None
         published = time.perf_counter()
         self._client.report_step(
@@ -198,11 +205,11 @@ class _Leader:
             metrics=metrics,
         )
         self._trainer.done = step
-        if snapshot:
-            self._client.report_snapshot(snapshot)
+        if publish is not None:
+            publish()
         # Not before the report: what a checkpoint holds, the Control Unit has heard of.
         if state is not None:
-            self._trainer.save(step, state)
+            self._trainer.save(step, state, self._publisher.pending)
 
     def _train(self, step: int) -> tuple[dict[str, float], float]:
         """(metrics, seconds spent waiting for groups). Streaming: chunk after chunk, as they come."""
@@ -226,6 +233,7 @@ class _Leader:
 
     def _await_groups(self, step: int, received: int | None) -> bytes:
         while True:
+            self._publisher.check()
             if (saved := self._trainer.checkpoints.finished()) is not None:
                 self._client.report_checkpoint(saved)
             body = self._client.next_batch(step, received)
@@ -233,25 +241,32 @@ class _Leader:
                 return body
             self._ranks.send(Message.WAIT)
 
-    def _snapshot(self, step: int) -> Snapshot | None:
-        """None if a trainer that died had gone on to a later version: then nobody waits for this one."""
+    def _snapshot(self, step: int) -> Callable[[], None] | None:
+        """Gathers the weights; what is returned hands them over to be written and announced. None if a trainer that
+        died had gone on to a later version: then nobody waits for this one."""
         version = step // self._run.config.control.sync_every
         if version < self._published:
             self._trainer.drain(whole=False)
             return None
-        snapshot = self._write(snapshot_folder(self._run.snapshots, version), version, whole=False)
-        prune(self._run.snapshots)
-        return snapshot
-
-    def _write(self, folder: Path, version: int, *, whole: bool) -> Snapshot:
-        """The trained model, or what engines get; or, if a trainer that died had written it, that: engines may have it
-        already."""
+        folder = snapshot_folder(self._run.snapshots, version)
+        # If a trainer that died had written it, that one: engines may have it already.
         if (snapshot := existing_snapshot(folder, version)) is not None:
-            self._trainer.drain(whole=whole)
-            return snapshot
-        writer = self._writer if whole else self._snapshots
-        shards = self._trainer.engine.shards() if whole else self._trainer.engine.snapshot_shards()
-        return writer.write(folder, version, shards, fsync=whole)
+            self._trainer.drain(whole=False)
+            return partial(self._publisher.repeat, snapshot)
+        self._publisher.wait()
+        return partial(self._publisher.publish, folder, version, list(self._trainer.engine.snapshot_shards()))
+
+    def _announce(self, snapshot: Snapshot) -> None:
+        # That the run is over the training hears itself.
+        with contextlib.suppress(RunOver):
+            self._client.report_snapshot(snapshot)
+
+    def _export(self, folder: Path, version: int) -> None:
+        """The trained model; or, if a trainer that died had written it, that one."""
+        if existing_snapshot(folder, version) is not None:
+            self._trainer.drain(whole=True)
+        else:
+            self._writer.write(folder, version, self._trainer.engine.shards())
 
 
 def _record(path: Path, content: dict[str, Any]) -> None:

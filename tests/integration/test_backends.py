@@ -335,6 +335,16 @@ def test_only_rank_0_gets_shards_and_no_shard_is_larger_than_a_bucket(runs: Runs
         assert runs.result(world, name, rank)["shard_bytes"] == [0] * len(sizes)
 
 
+@pytest.mark.parametrize("name", ["zero3", "zero3 all", "fsdp2", "fsdp2 all"])
+def test_no_rank_holds_more_than_a_bucket_beyond_its_own_part(runs: Runs, golden: Trace, name: str) -> None:
+    """While a snapshot is gathered. Rank 0 has a bucket on its device and the copy of it in CPU memory, which is the
+    same memory here. A part that the ranks do not share out evenly is padded."""
+    whole = sum(tensor.nbytes for tensor in golden.weights.values())
+    held = [runs.result(2, name, rank)["most_held"] for rank in range(2)]
+    assert SHARD_BYTES / 2 < held[1] <= 1.02 * SHARD_BYTES
+    assert held[0] <= 2.02 * SHARD_BYTES < whole / 2
+
+
 def test_a_rank_builds_the_model_without_ever_holding_it(runs: Runs, golden: Trace) -> None:
     """ZeRO-3: one parameter at a time. FSDP2: one layer, or what is outside of the layers."""
     sizes = {name: tensor.numel() for name, tensor in golden.weights.items()}

@@ -69,8 +69,12 @@ def make_run(
     return run
 
 
-def start(run: RunContext, url: str) -> subprocess.Popen[str]:
+def start(run: RunContext, url: str, before: str = "") -> subprocess.Popen[str]:
+    """`before`: Python code that the (one) rank runs first."""
     argv, environment, _ = trainer_command(run, url, [0])
+    if before:
+        main = "import sys\nfrom forebay.training.worker import main\nsys.exit(main(sys.argv[1:]))"
+        argv = [argv[0], "-c", f"{before}\n{main}", *argv[3:]]
     return subprocess.Popen(argv, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
 
 
@@ -200,7 +204,9 @@ def check_snapshots(run: RunContext, control: ControlStub) -> None:
         manifest = verify_files(Path(snapshot["path"]), snapshot["manifest_sha256"])
         assert manifest["version"] == snapshot["version"]
     said = [path.rsplit("/", 1)[-1] for path in control.calls if "batches" not in path]
-    assert said == ["steps", "steps", "snapshots", "steps", "steps", "snapshots", "steps"]
+    for version in (1, 2):  # written while training goes on, but no earlier than the report of the step
+        place = [i for i, word in enumerate(said) if word == "snapshots"][version - 1]
+        assert said[:place].count("steps") >= version * SYNC_EVERY
     model = AutoModelForCausalLM.from_pretrained(run.trained_model)
     assert model.config.tie_word_embeddings
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -297,6 +303,64 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None
 
 def children(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+SLOW_DISK = """
+import os, pathlib, time
+from forebay.training import snapshots
+write = snapshots._write
+def slow(path, data):
+    while path.name == "model-00001.safetensors" and not (go := pathlib.Path(os.environ["GO"])).exists():
+        time.sleep(0.02)
+    if path.name == "model-00001.safetensors" and go.read_text():
+        raise OSError(28, go.read_text())
+    write(path, data)
+snapshots._write = slow
+"""
+
+
+def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 1 follows step 2 and is not on the disk before step 3 is trained; the checkpoint of step 3 waits for it;
+    version 2, which follows step 4, waits too."""
+    run = make_run(tmp_path, checkpoint_every=3)
+    batches = make_batches(run.start_model)
+    go = tmp_path / "go"
+    monkeypatch.setenv("GO", str(go))
+    with ControlStub(run.token, batches.__getitem__) as control:
+        process = start(run, control.url, SLOW_DISK)
+        try:
+            until(lambda: any(message["step"] == 4 for message in control.asked), process)
+            time.sleep(0.5)
+            assert [message["step"] for message in control.steps] == [1, 2, 3]
+            assert control.snapshots == []
+            assert [path.name for path in run.snapshots.iterdir()] == [f".v00000001.tmp-{process.pid}"]
+            assert [path.name for path in run.checkpoints.iterdir()] == [".step-00000003.tmp"]
+            go.write_text("")
+            assert finish(process) == (0, "")
+        finally:
+            process.kill()
+    assert [message["version"] for message in control.snapshots] == [1, 2]
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000003"]
+    expected, _ = reference_weights(run.start_model, batches)
+    trained = load_file(run.trained_model / "model.safetensors")
+    assert max(float((trained[n] - expected[n]).abs().max()) for n in expected) < 3e-5
+    for snapshot in control.snapshots:
+        verify_files(Path(snapshot["path"]), snapshot["manifest_sha256"])
+
+
+def test_a_snapshot_that_cannot_be_written_ends_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    batches = make_batches(run.start_model)
+    (tmp_path / "go").write_text("No space left on device")
+    monkeypatch.setenv("GO", str(tmp_path / "go"))
+    with ControlStub(run.token, lambda step: batches[step] if step < 4 else None) as control:
+        code, errors = finish(start(run, control.url, SLOW_DISK))
+    assert code == 1
+    place = run.snapshots / "v00000001"
+    assert errors == (
+        f"trainer: cannot write the weights of version 1 to {place}: [Errno 28] No space left on device\n"
+    )
+    assert control.snapshots == []
 
 
 def test_the_end_of_the_run_stops_the_trainer_cleanly(tmp_path: Path) -> None:

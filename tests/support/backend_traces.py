@@ -64,6 +64,9 @@ def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) ->
             state = engine.state()
             engine = TrainEngine(run, ranks)
             engine.load_state(state)
+    held = Held()
+    with held:
+        sizes = [sum(tensor.nbytes for _, tensor in shard) for shard in engine.shards()]
     shards = list(engine.shards())
     out = Path(job["out"])
     result = {
@@ -71,7 +74,8 @@ def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) ->
         "seconds": seconds,
         "evaluated": evaluated,
         "values": values,
-        "shard_bytes": [sum(tensor.nbytes for _, tensor in shard) for shard in shards],
+        "shard_bytes": sizes,
+        "most_held": held.most,
         "most_allocated": allocation.most,
         "masters": sum(t.numel() for n, t in engine.state().items() if n.endswith(backend.MASTER)),
     }
@@ -98,6 +102,24 @@ class Allocation:
             self.most = max(self.most, sum(p.data.numel() for p in whole))
             del whole
             yield parameter
+
+
+class Held:
+    """Bytes that torch allocates within a `with` and holds at the same time, at most."""
+
+    def __enter__(self) -> None:
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._profile.__exit__(*exception)
+        results: Any = self._profile.profiler
+        events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+        held = 0
+        self.most = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            held += event.nbytes()
+            self.most = max(self.most, held)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def writer(tmp_path: Path) -> SnapshotWriter:
 
 
 def test_a_snapshot_reads_back_and_is_pinned_by_its_manifest(writer: SnapshotWriter, tmp_path: Path) -> None:
-    snapshot = writer.write(snapshot_folder(tmp_path / "s", 3), 3, [TENSORS], fsync=True)
+    snapshot = writer.write(snapshot_folder(tmp_path / "s", 3), 3, [TENSORS])
     folder = Path(snapshot.path)
     assert folder.name == "v00000003"
     manifest = verify_files(folder, snapshot.manifest_sha256)
@@ -43,7 +43,7 @@ def test_a_snapshot_reads_back_and_is_pinned_by_its_manifest(writer: SnapshotWri
 
 
 def test_shards_have_an_index(writer: SnapshotWriter, tmp_path: Path) -> None:
-    snapshot = writer.write(tmp_path / "model", 1, [TENSORS[:1], TENSORS[1:]], fsync=False)
+    snapshot = writer.write(tmp_path / "model", 1, [TENSORS[:1], TENSORS[1:]])
     folder = Path(snapshot.path)
     verify_files(folder, snapshot.manifest_sha256)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -54,7 +54,7 @@ def test_shards_have_an_index(writer: SnapshotWriter, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_changed_or_missing_file_is_named(writer: SnapshotWriter, tmp_path: Path, victim: str) -> None:
-    snapshot = writer.write(tmp_path / "model", 1, [TENSORS], fsync=False)
+    snapshot = writer.write(tmp_path / "model", 1, [TENSORS])
     path = Path(snapshot.path) / victim
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -67,8 +67,8 @@ def test_a_changed_or_missing_file_is_named(writer: SnapshotWriter, tmp_path: Pa
 
 
 def test_another_manifest_is_refused(writer: SnapshotWriter, tmp_path: Path) -> None:
-    first = writer.write(tmp_path / "a", 1, [TENSORS], fsync=False)
-    second = writer.write(tmp_path / "b", 2, [TENSORS], fsync=False)
+    first = writer.write(tmp_path / "a", 1, [TENSORS])
+    second = writer.write(tmp_path / "b", 2, [TENSORS])
     with pytest.raises(RunError, match="not the one that was published"):
         read_manifest(Path(second.path), first.manifest_sha256)
     (tmp_path / "b" / "manifest.json").write_text("[]")
@@ -80,7 +80,7 @@ def test_another_manifest_is_refused(writer: SnapshotWriter, tmp_path: Path) -> 
 
 
 def test_a_file_outside_the_folder_is_never_read(writer: SnapshotWriter, tmp_path: Path) -> None:
-    snapshot = writer.write(tmp_path / "a", 1, [TENSORS], fsync=False)
+    snapshot = writer.write(tmp_path / "a", 1, [TENSORS])
     path = Path(snapshot.path) / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"]["../start/config.json"] = manifest["files"]["config.json"]
@@ -95,21 +95,21 @@ def test_a_failed_write_leaves_nothing(writer: SnapshotWriter, tmp_path: Path) -
         raise OSError(28, "No space left on device")
 
     with pytest.raises(RunError, match=r"version 5 to .*: .*No space left on device"):
-        writer.write(tmp_path / "s" / "v00000005", 5, broken(), fsync=False)
+        writer.write(tmp_path / "s" / "v00000005", 5, broken())
     assert list((tmp_path / "s").iterdir()) == []
 
 
 def test_an_existing_folder_is_not_touched(writer: SnapshotWriter, tmp_path: Path) -> None:
-    first = writer.write(tmp_path / "m", 1, [TENSORS], fsync=False)
+    first = writer.write(tmp_path / "m", 1, [TENSORS])
     with pytest.raises(RunError, match="is there already"):
-        writer.write(tmp_path / "m", 2, [TENSORS], fsync=False)
+        writer.write(tmp_path / "m", 2, [TENSORS])
     verify_files(tmp_path / "m", first.manifest_sha256)
 
 
 def test_prune_keeps_the_newest_and_clears_up_after_a_killed_writer(writer: SnapshotWriter, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     for version in range(8, 14):
-        writer.write(snapshot_folder(folder, version), version, [TENSORS], fsync=False)
+        writer.write(snapshot_folder(folder, version), version, [TENSORS])
     (folder / ".v00000014.tmp-1234").mkdir()
     (folder / "notes").mkdir()
     prune(folder)

@@ -1,0 +1,306 @@
+"""The memory estimate, piece by piece, against the real things: models on the meta device, tensors that torch saves,
+vLLM's cache. What real trainers hold is in tests/integration/test_backends.py."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from typer.testing import CliRunner
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from forebay.cli import app
+from forebay.config import RunConfig, load_profile, parse_config
+from forebay.errors import UserError
+from forebay.memory import engines, trainer
+from forebay.memory.activations import layer_bytes
+from forebay.memory.architecture import architecture_of, parse
+from forebay.memory.fit import dry_run
+from forebay.memory.items import GIB
+from forebay.memory.known_models import KNOWN
+from forebay.simulation.scenario import kv_tokens
+from forebay.training import engine, token_logprobs
+from forebay.training.attention import PACKED, register
+
+ROOT = Path(__file__).resolve().parents[2]
+INDEX_BYTES = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 269_030_016,
+    "Qwen/Qwen2-7B-Instruct": 15_231_233_024,
+    "Qwen/Qwen2.5-Math-7B": 15_231_233_024,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 16_584_333_312,
+    "Qwen/Qwen3-4B": 8_044_936_192,
+    "Qwen/Qwen3-30B-A3B": 61_064_245_248,
+    "Qwen/Qwen3-32B": 65_524_246_528,
+}
+"""`total_size` in the index of each model's weights on the hub: two bytes a parameter."""
+TINY: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+TINY_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **TINY},
+    "llama with biases": {"model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"model_type": "qwen2", **TINY, "tie_word_embeddings": False},
+    "qwen3": {"model_type": "qwen3", **TINY, "head_dim": 32},
+    "qwen3 with biases": {"model_type": "qwen3", **TINY, "head_dim": 16, "attention_bias": True},
+    "qwen3_moe": {
+        **TINY,
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_hidden_layers": 5,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        **TINY,
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 44,
+            "num_heads": 2,
+            "in_chans": 3,
+            "out_hidden_size": 48,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    },
+}
+
+
+def build(values: dict[str, Any], *, device: str = "meta", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model that transformers makes of a config."""
+    arguments = {name: value for name, value in values.items() if name != "model_type"}
+    config = AutoConfig.for_model(values["model_type"], **arguments)
+    kind: Any = AutoModelForImageTextToText if "vision_config" in values else AutoModelForCausalLM
+    with torch.device(device):
+        return kind.from_config(config, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", list(TINY_CONFIGS))
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    real = build(TINY_CONFIGS[name])
+    assert parse(TINY_CONFIGS[name], name).parameters == sum(p.numel() for p in real.parameters())
+
+
+@pytest.mark.parametrize("name", list(KNOWN))
+def test_known_models_are_those_of_the_hub(name: str) -> None:
+    a = architecture_of(name)
+    assert 2 * a.parameters == INDEX_BYTES[name]
+    assert a.parameters == sum(p.numel() for p in build(KNOWN[name]).parameters())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "qwen2_5_vl"])
+def test_the_parts_add_up_to_layers_and_the_rest(name: str) -> None:
+    real, a = build(TINY_CONFIGS[name]), parse(TINY_CONFIGS[name], name)
+    layers = {n: p.numel() for n, p in real.named_parameters() if ".layers." in n or ".blocks." in n}
+    assert a.outside_layers == a.parameters - sum(layers.values())
+    each = [sum(size for n, size in layers.items() if f"layers.{i}." in n) for i in range(a.layers)]
+    assert a.largest_layer == max(each)
+    small = [n for n, p in real.named_parameters() if p.ndim == 1 and "visual" not in n and "bias" not in n]
+    routers = [n for n in layers if n.endswith("mlp.gate.weight")]
+    named = dict(real.named_parameters())
+    assert a.replicated == sum(named[n].numel() for n in [*small, *routers])
+
+
+def test_a_saved_config_is_read_like_the_hubs(tmp_path: Path) -> None:
+    """transformers nests the text part when it saves, and names things its own way."""
+    real = build(TINY_CONFIGS["qwen2_5_vl"])
+    real.config.save_pretrained(tmp_path)
+    assert architecture_of(str(tmp_path)) == parse(TINY_CONFIGS["qwen2_5_vl"], "x")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "its sizes are not known here; give a folder with its config.json, or one of HuggingFaceTB"),
+        ('{"model_type": "gpt2"}', "the parts of a gpt2 are not known here"),
+        ('{"model_type": "qwen3"}', "lacks what the estimate needs"),
+        ("not json", "cannot be read"),
+    ],
+)
+def test_what_is_not_known_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        architecture_of(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe"])
+def test_activations_are_about_what_torch_saves(name: str, dtype: torch.dtype) -> None:
+    """A decoder's forward pass over one packed sequence; weights and what does not grow with the layers left out."""
+    torch.manual_seed(0)
+    values = TINY_CONFIGS[name] | {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+    }
+    values |= {"moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": []} if "moe" in name else {}
+    tokens, saved = 512, []
+    for layers in (2, 4):
+        real = build(values | {"num_hidden_layers": layers}, device="cpu", dtype=dtype)
+        register()
+        real.set_attn_implementation(PACKED)
+        weights = {p.untyped_storage().data_ptr() for p in real.parameters()}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, weights: Any = weights, kept: Any = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        ends = torch.tensor([0, tokens], dtype=torch.int32)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = real.model(
+                input_ids=torch.arange(tokens)[None] % 300,
+                position_ids=torch.arange(tokens)[None],
+                use_cache=False,
+                cu_seq_lens_q=ends,
+                cu_seq_lens_k=ends,
+                max_length_q=tokens,
+                max_length_k=tokens,
+            ).last_hidden_state
+        saved.append(sum(kept.values()))
+        del hidden
+    each = (saved[1] - saved[0]) / 2 / tokens
+    assert layer_bytes(parse(values, name), dtype.itemsize) == pytest.approx(each, rel=0.1)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_the_cache_is_vllms(tensor: int) -> None:
+    config = profile(generation={"extra_args": ["--tensor-parallel-size", str(tensor)], "kv_cache": "8G"})
+    a = architecture_of("Qwen/Qwen3-4B")
+    spec = FullAttentionSpec(
+        block_size=engines.BLOCK, num_kv_heads=a.kv_heads // tensor, head_size=a.head_dim, dtype=torch.bfloat16
+    )
+    blocks = (8 << 30) // (spec.page_size_bytes * a.layers)
+    assert engines.kv_tokens(config, a) == blocks * engines.BLOCK
+    assert kv_tokens(config, None) == pytest.approx(engines.kv_tokens(config, a), abs=engines.BLOCK * tensor)
+
+
+def test_constants_are_those_of_the_code() -> None:
+    assert trainer.RECOMPUTE_FROM == engine.RECOMPUTE_FROM
+    assert trainer.TILES == 3 * 4 * token_logprobs.GPU_TILE
+
+
+def test_tensor_parallel_ranks_share_matrices_and_repeat_the_rest() -> None:
+    a = architecture_of("Qwen/Qwen3-30B-A3B")
+    alone = engines.engine_weights(a, 2, 1, 1)
+    assert alone == 2 * a.parameters
+    four = engines.engine_weights(a, 2, 4, 1)
+    assert four == pytest.approx(2 * ((a.parameters - a.replicated) / 4 + a.replicated))
+    eight = engines.engine_weights(a, 2, 8, 1)
+    # Four key-value heads on eight ranks: each is there twice, half a head a rank more than an equal part.
+    more = 2 * a.layers * a.hidden * a.head_dim / 2
+    assert eight == pytest.approx(2 * ((a.parameters - a.replicated) / 8 + a.replicated + more))
+    assert engines.engine_weights(a, 2, 1, 2) > alone / 2
+
+
+def profile(**sections: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "model": {"path": "Qwen/Qwen3-4B", "dtype": "bfloat16", "max_model_len": 3072},
+        "generation": {"max_new_tokens": 2048, "kv_cache": "16G"},
+        "training": {"micro_batch_tokens": 16384},
+        "hardware": {"device_memory_gib": 80},
+    }
+    for name, change in sections.items():
+        values[name] = values.get(name, {}) | change
+    return parse_config(values, "test")
+
+
+def part(config: RunConfig, name: str) -> float:
+    """GiB on each device of the trainer."""
+    return next((item.device / GIB for item in trainer.trainer_memory(config).items if item.name == name), 0.0)
+
+
+def test_stages_ranks_and_offloading_place_the_states() -> None:
+    """Qwen3-4B: 4.02 G parameters, 7.49 GiB in bfloat16; by hand."""
+    plain = profile(training={"ranks": 4, "zero_stage": 1})
+    assert (part(plain, "weights"), part(plain, "optimizer")) == pytest.approx((7.49, 11.24), abs=0.01)
+    assert part(profile(training={"ranks": 4, "zero_stage": 3}), "weights") == pytest.approx(7.49 / 4, abs=0.01)
+    assert part(profile(training={"ranks": 4, "zero_stage": 3}), "gradients") == pytest.approx(3.75, abs=0.01)
+    off = profile(training={"ranks": 4, "zero_stage": 2, "offload": "optimizer"})
+    assert part(off, "optimizer") == part(off, "gradients") == 0
+    host = {item.name: item.host / GIB for item in trainer.trainer_memory(off).items}
+    assert host["optimizer"] == pytest.approx(44.95, abs=0.01)
+    every = profile(training={"ranks": 4, "zero_stage": 3, "offload": "all"})
+    assert part(every, "weights") == 0
+    sharded = profile(training={"ranks": 4, "backend": "fsdp2"})
+    assert (part(sharded, "gradients"), part(sharded, "optimizer")) == pytest.approx((3.75, 11.24), abs=0.01)
+
+
+def test_what_fits_has_no_problem_and_what_does_not_says_what_would() -> None:
+    assert dry_run(profile(training={"ranks": 2, "zero_stage": 2})).problems == ()
+    (problem,) = dry_run(
+        profile(model={"path": "Qwen/Qwen3-32B"}, training={"ranks": 8}, hardware={"reserve_gib": 2})
+    ).problems[:1]
+    assert problem.startswith("the trainer does not fit: ")
+    advice = re.findall(r"((?:training\.\w+=\w+(?: and )?)+)", problem)
+    assert len(advice) == 3
+    for settings in advice:
+        changes = [
+            text.removeprefix("training.").partition("=") for text in settings.removesuffix(" and ").split(" and ")
+        ]
+        values = {key: yaml.safe_load(value) for key, _, value in changes}
+        changed = profile(model={"path": "Qwen/Qwen3-32B"}, training={"ranks": 8} | values, hardware={"reserve_gib": 2})
+        assert not [text for text in dry_run(changed).problems if "trainer" in text]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"hardware": {"devices": 1}}, "need 2 devices, hardware.devices is 1"),
+        ({"generation": {"kv_cache": "256M"}}, "holds 1,808 tokens, less than one sequence of model.max_model_len"),
+        ({"generation": {"kv_cache": "79G"}}, "what fits: generation.kv_cache=6.G"),
+        ({"hardware": {"host_memory_gib": 8}}, "GiB on a host of 8.0 GiB, most of it checkpoint"),
+    ],
+)
+def test_each_thing_that_does_not_fit_is_named(sections: dict[str, Any], message: str) -> None:
+    config = profile(
+        training={"zero_stage": 2, "offload": "none", "ranks": 1} | sections.pop("training", {}), **sections
+    )
+    assert any(re.search(message, problem) for problem in dry_run(config).problems)
+
+
+PROFILES = ["qwen3_4b_grpo", "qwen2_5_math_7b_dapo", "qwen3_30b_a3b_asp", "qwen3_32b_asp"]
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_sources_profiles_fit_their_devices(name: str) -> None:
+    config = load_profile(ROOT / "profiles" / f"{name}.yaml")
+    assert config.name == name
+    assert dry_run(config).problems == ()
+
+
+def test_the_command_prints_the_parts_and_refuses_what_cannot_fit(tmp_path: Path) -> None:
+    file = tmp_path / "profile.yaml"
+    values = profile(training={"ranks": 2, "zero_stage": 2}).model_dump(mode="json")
+    file.write_text(json.dumps(values))
+    fine = CliRunner().invoke(app, ["plan", str(file), "--dry-run"])
+    assert fine.exit_code == 0, fine.output
+    for word in ("weights", "gradients", "optimizer", "activations", "KV cache", "together", "fits: trainer"):
+        assert word in fine.output
+    arguments = ["plan", str(file), "--dry-run", "--set", "hardware.device_memory_gib=24"]
+    small = CliRunner().invoke(app, arguments)
+    assert small.exit_code == 2
+    assert re.search(r"^forebay: the trainer does not fit: .*what fits: training\.", small.stderr, re.MULTILINE)
+    unknown = CliRunner().invoke(app, ["plan", str(file), "--dry-run", "--set", "hardware.device_memory_gib=null"])
+    assert (unknown.exit_code, "nothing to compare with" in unknown.output) == (0, True)
+    assert CliRunner().invoke(app, ["plan", str(file)]).exit_code == 2
