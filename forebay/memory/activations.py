@@ -14,8 +14,8 @@ FLOAT32 = 4
 
 
 def _norm(width: int, b: int) -> int:
-    """The input as float32 (if it is not), the normalised input, the output."""
-    return width * ((FLOAT32 if b < FLOAT32 else 0) + 2 * b)
+    """The input as float32, the normalised input, the output."""
+    return width * (FLOAT32 + 2 * b)
 
 
 def layer_bytes(a: Architecture, b: int) -> int:

@@ -12,6 +12,7 @@ keeps (a test holds it against real ones):
 | ZeRO-3 | b P / R | 4 P / R | 12 P / R |
 | FSDP2 | - | 4 P / R | 12 P / R |
 
+With the optimizer offloaded, DeepSpeed has 8 P / R of gradients in CPU memory (and b P / R of them below ZeRO-3).
 (S. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, section 3, whose
 gradients are 2 P: ours are summed over micro-batches in float32.)
 """
@@ -69,22 +70,27 @@ def _states(config: RunConfig, model: _Model) -> list[Item]:
     stage, b, ranks = stage_of(config), ITEMSIZE[config.model.dtype], config.training.ranks
     offload, total, trained = config.training.offload, model.parameters, model.trainable
     here = min(ranks, config.hardware.devices_per_host)
-    shards = {0: 1, 1: 1, 2: 1}.get(stage, ranks)
+    shards = ranks if stage == 3 else 1
     weights = 0.0 if stage == 4 else b * total / shards
     gradients = FLOAT32 * trained / (ranks if stage >= 2 else 1)
     if stage == 1 and b < FLOAT32:
         gradients += b * trained
-    optimizer = (8 * trained) if stage == 0 else 12 * trained / ranks
-    off, all_off = offload != "none", offload == "all"
-    gradients_off = off and stage >= 2
+    optimizer = 8.0 * trained if stage == 0 else 12.0 * trained / ranks
     kind = f"ZeRO-{stage}" if stage < 4 else "FSDP2"
     name = f"{model.name} " if model.name else ""
-    return [
-        _placed(f"{name}weights", weights, all_off, here, f"{total / 1e9:.2f} G numbers x {b} B / {shards}"),
-        _placed(f"{name}gradients", gradients, gradients_off, here, f"float32, {kind} over {ranks}"),
-        _placed(f"{name}optimizer", optimizer, off, here, f"float32 weights and AdamW, {kind} over {ranks}"),
+    items = [
+        _placed(f"{name}weights", weights, offload == "all", here, f"{total / 1e9:.2f} G numbers x {b} B / {shards}"),
+        _placed(
+            f"{name}optimizer", optimizer, offload != "none", here, f"float32 weights and AdamW, {kind} over {ranks}"
+        ),
         Item(f"{name}gathered", _gathered(config, model), 0.0, _gathered_how(stage)),
     ]
+    how = f"float32, {kind} over {ranks}"
+    if offload == "none" or stage == 4:
+        return [_placed(f"{name}gradients", gradients, offload == "all", here, how), *items]
+    # DeepSpeed sums them up in one buffer and hands them to the optimizer in another.
+    own, passing = (b * trained if stage == 1 else 0.0), 8.0 * trained / ranks + b * trained / ranks * (stage < 3)
+    return [Item(f"{name}gradients", own, here * passing, how), *items]
 
 
 def _placed(name: str, nbytes: float, off: bool, here: int, how: str) -> Item:
