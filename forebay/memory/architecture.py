@@ -211,4 +211,4 @@ def _vision(config: Mapping[str, Any]) -> Vision:
 def parse_size(text: str) -> int:
     """Bytes of `generation.kv_cache`: a number and K, M or G."""
     assert re.fullmatch(r"\d+[KMG]", text), "the profile's checks see to it"
-    return int(text[:-1]) * 1024 ** ("KMG".index(text[-1]) + 1)
+    return int(text[:-1]) << 10 * ("KMG".index(text[-1]) + 1)

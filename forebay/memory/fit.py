@@ -129,7 +129,8 @@ def _least(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changes(config: RunConfig, a: Architecture) -> Iterator[dict[str, Any]]:
-    training, stages = config.training, [{}]
+    training = config.training
+    stages: list[dict[str, Any]] = [{}]
     if training.backend == "deepspeed":
         stages += [{"zero_stage": stage} for stage in range(max(training.zero_stage + 1, 2), 4)]
     again = [{}] if recomputes(config, a) else [{}, {"activation_checkpointing": True}]
