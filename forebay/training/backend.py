@@ -45,7 +45,7 @@ class Backend(Protocol):
 
     def gather(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Copies on the CPU of some of the module's parameters and buffers in full; rank 0 only, the others get none.
-        No rank holds more than these beyond its own part."""
+        Beyond its own part a rank's device holds one of them at a time."""
 
     def state(self) -> dict[str, Tensor]:
         """This rank's float32 weights and moments: `<i>.master`, and AdamW's `<i>.step`, `.exp_avg`, `.exp_avg_sq`

@@ -74,8 +74,13 @@ class DeepSpeedBackend:
         """See `Backend.gather`."""
         from deepspeed.runtime.zero import GatheredParameters
 
-        with GatheredParameters([t for t in tensors if isinstance(t, nn.Parameter)], modifier_rank=None):
-            return [t.detach().to("cpu", dtype, copy=True) for t in tensors] if self._ranks.rank == 0 else []
+        copies = []
+        for tensor in tensors:
+            # One by one: of several, DeepSpeed has what the ranks sent and what it makes of it at the same time.
+            with GatheredParameters([tensor] if isinstance(tensor, nn.Parameter) else [], modifier_rank=None):
+                if self._ranks.rank == 0:
+                    copies.append(tensor.detach().to("cpu", dtype, copy=True))
+        return copies
 
     def state(self) -> dict[str, Tensor]:
         """See `Backend.state`."""

@@ -27,7 +27,7 @@ from tests.support.tiny_lm import VOCABULARY, make_start_model
 
 DEADLINE_S = 240
 LEARNING_RATE, WARMUP, MINIMUM, WEIGHT_DECAY, CLIP, TEMPERATURE = 2e-3, 2, 0.1, 0.1, 0.5, 0.8
-SHARD_BYTES = 16_000
+SHARD_BYTES = 30_000
 LONE_STEP, EMPTY_STEP, STEPS, RESUME_AT = 2, 4, 6, 3
 
 DEEPSPEED = {f"zero{stage}": {"zero_stage": stage} for stage in range(4)}
@@ -337,12 +337,12 @@ def test_only_rank_0_gets_shards_and_no_shard_is_larger_than_a_bucket(runs: Runs
 
 @pytest.mark.parametrize("name", ["zero3", "zero3 all", "fsdp2", "fsdp2 all"])
 def test_no_rank_holds_more_than_a_bucket_beyond_its_own_part(runs: Runs, golden: Trace, name: str) -> None:
-    """While a snapshot is gathered. Rank 0 has a bucket on its device and the copy of it in CPU memory, which is the
-    same memory here. A part that the ranks do not share out evenly is padded."""
-    whole = sum(tensor.nbytes for tensor in golden.weights.values())
-    held = [runs.result(2, name, rank)["most_held"] for rank in range(2)]
-    assert SHARD_BYTES / 2 < held[1] <= 1.02 * SHARD_BYTES
-    assert held[0] <= 2.02 * SHARD_BYTES < whole / 2
+    """While a snapshot is gathered. A rank gathers one parameter at a time, perhaps before it lets go of the last one;
+    rank 0 has the copies in CPU memory besides: a bucket of them, and here the one before."""
+    sizes = [tensor.nbytes for tensor in golden.weights.values()]
+    first, other = (runs.result(2, name, rank)["most_held"] for rank in range(2))
+    assert max(sizes) <= other < SHARD_BYTES
+    assert first <= 2 * SHARD_BYTES + other < sum(sizes)
 
 
 def test_a_rank_builds_the_model_without_ever_holding_it(runs: Runs, golden: Trace) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from forebay.config import parse_config
 from forebay.run import RunContext
@@ -104,22 +106,36 @@ class Allocation:
             yield parameter
 
 
-class Held:
-    """Bytes that torch allocates within a `with` and holds at the same time, at most."""
+class Held(TorchDispatchMode):
+    """Bytes of tensors that are made within a `with` and held at the same time, at most. What gloo's threads hold for
+    themselves is not seen."""
 
-    def __enter__(self) -> None:
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        self._profile.__enter__()
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
 
-    def __exit__(self, *exception: Any) -> None:
-        self._profile.__exit__(*exception)
-        results: Any = self._profile.profiler
-        events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-        held = 0
-        self.most = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            held += event.nbytes()
-            self.most = max(self.most, held)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            self._see(tensor, new=False)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            self._see(tensor, new=True)
+        return result
+
+    def _see(self, tensor: Any, *, new: bool) -> None:
+        if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, nn.Parameter):
+            return
+        storage = tensor.untyped_storage()
+        key, nbytes = id(storage), storage.nbytes() if new else 0
+        if key not in self._known:
+            self._known[key] = weakref.ref(storage, lambda _: self._gone(key, nbytes))
+            self.now += nbytes
+            self.most = max(self.most, self.now)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        del self._known[key]
+        self.now -= nbytes
 
 
 if __name__ == "__main__":
