@@ -269,7 +269,10 @@ def test_what_fits_has_no_problem_and_what_does_not_says_what_would() -> None:
         ({"hardware": {"devices": 1}}, "need 2 devices, hardware.devices is 1"),
         ({"generation": {"kv_cache": "256M"}}, "holds 1,808 tokens, less than one sequence of model.max_model_len"),
         ({"generation": {"kv_cache": "79G"}}, "what fits: generation.kv_cache=6.G"),
-        ({"training": {"ranks": 4}, "hardware": {"host_memory_gib": 8}}, "GiB on a host of 8.0 GiB, most of it checkpoint"),
+        (
+            {"training": {"ranks": 4}, "hardware": {"host_memory_gib": 8}},
+            "GiB on a host of 8.0 GiB, most of it checkpoint",
+        ),
     ],
 )
 def test_each_thing_that_does_not_fit_is_named(sections: dict[str, Any], message: str) -> None:
