@@ -148,13 +148,13 @@ def test_merged_shards_are_what_peft_merges(model: Path, shard_bytes: int, monke
 def test_a_published_model_has_the_policys_logprobs(model: Path, tmp_path: Path) -> None:
     lm = adapted(model)
     shards = backend.full_shards(lm, Whole(0), torch.float32, rank=0)  # type: ignore[arg-type]
-    SnapshotWriter(model, "float32").write(tmp_path / "v1", 1, shards, fsync=False)
+    SnapshotWriter(model, "float32").write(tmp_path / "v1", 1, shards)
     torch.testing.assert_close(logprobs(load(tmp_path / "v1")), logprobs(lm), rtol=0, atol=1e-5)
 
 
 def published(lm: PreTrainedModel, model: Path, folder: Path) -> SnapshotUpdate:
     shard = backend.adapter_shard(lm, Whole(0))  # type: ignore[arg-type]
-    snapshot = AdapterWriter(model, SETTINGS).write(folder, 1, [shard], fsync=False)
+    snapshot = AdapterWriter(model, SETTINGS).write(folder, 1, [shard])
     verify_files(folder, snapshot.manifest_sha256)
     return SnapshotUpdate("stage", str(folder), 1, snapshot.manifest_sha256)
 
