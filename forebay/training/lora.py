@@ -59,7 +59,8 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, seed: int) -> None:
             for drop in drops:
                 drop.train(torch.is_grad_enabled())
 
-        lm.base_model.register_forward_pre_hook(in_updates_only)
+        decoder: Any = lm
+        decoder.get_decoder().register_forward_pre_hook(in_updates_only)
 
 
 def _targets(lm: Any, wanted: list[str] | None) -> list[str]:
