@@ -7,7 +7,7 @@ Invariants:
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,15 @@ class Architecture:
         """Parameters that every tensor-parallel rank holds in full: norms and routers."""
         norms = self.layers * (2 * self.hidden + self.qk_norm * 2 * self.head_dim) + self.hidden
         return norms + self.expert_layers * self.experts * self.hidden
+
+    def adapter_parameters(self, rank: int, targets: Collection[str] | None) -> int:
+        """Of LoRA: rank x (inputs + outputs) of each chosen linear layer of the decoder (`training.lora.targets`)."""
+        h, q, kv, i = self.hidden, self.query, self.key_value, self.intermediate
+        attention = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
+        dense = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), h + i)
+        widths = [(self.layers, attention), (self.layers - self.expert_layers, dense)]
+        chosen = [layers * width for layers, each in widths for n, width in each.items() if not targets or n in targets]
+        return rank * sum(chosen)
 
     def kv_token_bytes(self, itemsize: int, tensor_parallel: int = 1) -> int:
         """Keys and values of one token in all layers, on one tensor-parallel rank:

@@ -12,7 +12,9 @@ keeps (a test holds it against real ones):
 | ZeRO-3 | b P / R | 4 P / R | 12 P / R |
 | FSDP2 | - | 4 P / R | 12 P / R |
 
-With the optimizer offloaded, DeepSpeed has 8 P / R of gradients in CPU memory (and b P / R of them below ZeRO-3).
+Gradients, float32 weights and moments are of the trained parameters: of the adapters alone with LoRA, whose frozen
+weights FSDP2 has at b P / R. With the optimizer offloaded, DeepSpeed has 8 P / R of gradients in CPU memory (and
+b P / R of them below ZeRO-3).
 (S. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, section 3, whose
 gradients are 2 P: ours are summed over micro-batches in float32.)
 """
@@ -48,11 +50,15 @@ class _Model:
 def trainer_memory(config: RunConfig, architecture: Architecture | None = None) -> FleetMemory:
     """The trainer's fleet. `architecture`: of the model, if it is at hand. Raises `UserError` for an unknown model."""
     a = architecture or architecture_of(config.model.path)
+    lora, trained, total = config.training.lora, a.parameters, a.parameters
+    if lora is not None:
+        trained = a.adapter_parameters(lora.rank, lora.targets)
+        total += trained
     items = [
-        *_states(config, _Model(a.parameters, a.parameters, a.largest_layer, a.outside_layers)),
+        *_states(config, _Model(total, trained, a.largest_layer, a.outside_layers)),
         *_reference(config, a),
         *_activations(config, a),
-        *_host_copies(config, a),
+        *_host_copies(config, a, trained),
     ]
     return FleetMemory("trainer", config.training.ranks, present(items))
 
@@ -70,8 +76,9 @@ def _states(config: RunConfig, model: _Model) -> list[Item]:
     stage, b, ranks = stage_of(config), ITEMSIZE[config.model.dtype], config.training.ranks
     offload, total, trained = config.training.offload, model.parameters, model.trainable
     here = min(ranks, config.hardware.devices_per_host)
-    shards = ranks if stage == 3 else 1
-    weights = 0.0 if stage == 4 else b * total / shards
+    # FSDP2 computes with casts of the float32 weights, and keeps frozen ones in the model's type.
+    kept, shards = total - trained if stage == 4 else total, ranks if stage >= 3 else 1
+    weights = b * kept / shards
     gradients = FLOAT32 * trained / (ranks if stage >= 2 else 1)
     if stage == 1 and b < FLOAT32:
         gradients += b * trained
@@ -79,7 +86,7 @@ def _states(config: RunConfig, model: _Model) -> list[Item]:
     kind = f"ZeRO-{stage}" if stage < 4 else "FSDP2"
     name = f"{model.name} " if model.name else ""
     items = [
-        _placed(f"{name}weights", weights, offload == "all", here, f"{total / 1e9:.2f} G numbers x {b} B / {shards}"),
+        _placed(f"{name}weights", weights, offload == "all", here, f"{kept / 1e9:.2f} G numbers x {b} B / {shards}"),
         _placed(
             f"{name}optimizer", optimizer, offload != "none", here, f"float32 weights and AdamW, {kind} over {ranks}"
         ),
@@ -121,7 +128,7 @@ def _gathered_how(stage: int) -> str:
 
 def _reference(config: RunConfig, a: Architecture) -> list[Item]:
     """Whole on every rank; between batches in CPU memory if it is offloaded, but on the device while it computes."""
-    if config.algorithm.kl == "none":
+    if config.algorithm.kl == "none" or config.training.lora is not None:  # the model without its adapters
         return []
     nbytes = float(ITEMSIZE[config.model.dtype] * a.parameters)
     here = min(config.training.ranks, config.hardware.devices_per_host)
@@ -159,12 +166,14 @@ def recomputes(config: RunConfig, a: Architecture) -> bool:
     return a.parameters >= RECOMPUTE_FROM if chosen == "auto" else chosen
 
 
-def _host_copies(config: RunConfig, a: Architecture) -> list[Item]:
+def _host_copies(config: RunConfig, a: Architecture, trained: int) -> list[Item]:
     """What rank 0's host, and each host, holds for the disk."""
     b, ranks = ITEMSIZE[config.model.dtype], config.training.ranks
     here = min(ranks, config.hardware.devices_per_host)
-    saved = 12.0 * a.parameters / ranks * (here if stage_of(config) else ranks)
+    saved = 12.0 * trained / ranks * (here if stage_of(config) else ranks)
+    lora = config.training.lora
+    snapshot = FLOAT32 * trained if lora and lora.publish == "adapter" else b * a.parameters
     return [
-        Item("snapshot", 0.0, float(b * a.parameters), "the copy that is written while training goes on"),
+        Item("snapshot", 0.0, float(snapshot), "the copy that is written while training goes on"),
         Item("checkpoint", 0.0, saved, "copies of float32 weights and moments, until written"),
     ]

@@ -44,12 +44,14 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": _targets(lm, config.targets),
+        "target_modules": [f"lm.{name}" for name in _targets(lm, config.targets)],
     }
-    on_meta = next(lm.parameters()).is_meta
+    # Shown a model whose kind it knows, peft would take a dense layer's gate_proj for all experts' too.
+    unknown = nn.ModuleDict({"lm": lm})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        inject_adapter_in_model(PeftConfig(**settings), lm, NAME, low_cpu_mem_usage=on_meta)
+        on_meta = next(lm.parameters()).is_meta
+        inject_adapter_in_model(PeftConfig(**settings), unknown, NAME, low_cpu_mem_usage=on_meta)
     for name, parameter in lm.named_parameters():
         parameter.requires_grad_(_is_adapter(name))
     if config.dropout:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from forebay.cli import app
-from forebay.config import RunConfig, load_profile, parse_config
+from forebay.config import LoraConfig, RunConfig, load_profile, parse_config
 from forebay.errors import UserError
 from forebay.memory import engines, trainer
 from forebay.memory.activations import layer_bytes
@@ -23,7 +23,7 @@ from forebay.memory.fit import dry_run
 from forebay.memory.items import GIB
 from forebay.memory.known_models import KNOWN
 from forebay.simulation.scenario import kv_tokens
-from forebay.training import engine, token_logprobs
+from forebay.training import engine, lora, token_logprobs
 from forebay.training.attention import PACKED, register
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +115,15 @@ def test_the_parts_add_up_to_layers_and_the_rest(name: str) -> None:
     routers = [n for n in layers if n.endswith("mlp.gate.weight")]
     named = dict(real.named_parameters())
     assert a.replicated == sum(named[n].numel() for n in [*small, *routers])
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj"]])
+@pytest.mark.parametrize("name", list(TINY_CONFIGS))
+def test_adapters_are_counted(name: str, targets: list[str] | None) -> None:
+    real = build(TINY_CONFIGS[name])
+    lora.add_adapters(real, LoraConfig(rank=3, targets=targets), seed=0)
+    found = parse(TINY_CONFIGS[name], name).adapter_parameters(3, targets)
+    assert found == sum(p.numel() for p in real.parameters() if p.requires_grad)
 
 
 def test_a_saved_config_is_read_like_the_hubs(tmp_path: Path) -> None:
@@ -242,6 +251,13 @@ def test_stages_ranks_and_offloading_place_the_states() -> None:
     assert host["optimizer"] == pytest.approx(44.95, abs=0.01)
     every = profile(training={"ranks": 4, "zero_stage": 3, "offload": "all"})
     assert part(every, "weights") == 0
+    adapted = {"ranks": 4, "lora": {"rank": 16}}  # 33.0 M numbers in adapters
+    for backend, weights in ({"zero_stage": 2}, 7.55), ({"zero_stage": 3}, 7.55 / 4), ({"backend": "fsdp2"}, 7.49 / 4):
+        small = profile(training=adapted | backend, algorithm={"kl": "loss"})
+        assert part(small, "weights") == pytest.approx(weights, abs=0.01)
+        assert part(small, "optimizer") == pytest.approx(33.03e6 * 12 / 4 / GIB, rel=0.01)
+        assert part(small, "gradients") == pytest.approx(33.03e6 * 4 / 4 / GIB, rel=0.01)
+        assert part(small, "reference") == 0
     sharded = profile(training={"ranks": 4, "backend": "fsdp2"})
     assert (part(sharded, "gradients"), part(sharded, "optimizer")) == pytest.approx((3.75, 11.24), abs=0.01)
 
