@@ -5,7 +5,7 @@ Invariants:
   same time), and one judgement for each response as soon as it is there.
 - The parent waits `timeout_s` for the next response (if `together`, for all of them), then kills the worker with all
   its children and goes on with the other responses in a new one.
-- A worker whose parent is gone ends by itself within a second.
+- A worker whose parent is gone ends within a second, whatever it does; its own children, unless C code keeps it.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from typing import Any
 
 from forebay.config import RewardConfig
 from forebay.errors import RunError, UserError
+from forebay.launch.guard import PR_SET_PDEATHSIG, prctl
 from forebay.rewards.composition import Composition, Group, Response, judge_group, together
 from forebay.rewards.judgement import Judgement, failed, timed_out
 
@@ -165,6 +166,9 @@ class Worker:
 def serve(pipe: Connection, setup: Setup) -> None:
     """The worker process's life."""
     os.setpgid(0, 0)  # so that a verifier's own children end with it
+    # Ends it even in C code that lets no thread run. It follows the parent's thread that has started us, which outlives
+    # us: the pool's owner or one of the pool's threads.
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with, args=(setup.parent,), daemon=True).start()
     try:
         composition, decode = Composition(setup.reward, setup.budget), load_decoder(setup.tokenizer_dir)

@@ -83,7 +83,8 @@ def test_formulas_are_compared_in_the_worker(tmp_path: Path) -> None:
         pool.close()
 
 
-def test_workers_end_with_a_parent_that_was_killed(folder: Path) -> None:
+@pytest.mark.parametrize("hang", ["hang", "hang in C"])
+def test_workers_end_with_a_parent_that_was_killed(folder: Path, hang: str) -> None:
     script = f"""
 import asyncio, multiprocessing, pathlib
 from forebay.config import RewardConfig
@@ -92,13 +93,14 @@ if __name__ == "__main__":
     pool = RewardPool(RewardConfig(name="{MODULE}:moody", timeout_s=60.0), pathlib.Path("{folder}"), 16)
     asyncio.run(pool.score([([5], True)], "1", "good"))
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
-    asyncio.run(pool.score([([5], True)], "1", "hang"))
+    asyncio.run(pool.score([([5], True)], "1", "{hang}"))
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     workers = parent.stdout.readline().split()
     assert len(workers) == 1
     assert runs(workers[0])
+    time.sleep(3.0)  # so that it hangs by then
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 30
