@@ -22,6 +22,7 @@ SMALL = (
     "data.test_prompts=32",
     "lengths.profile_prompts=16",
     "generation.max_new_tokens=32",
+    "control.work_in_progress=2.0",  # else all groups of three steps may be there before the first one
 )
 PATIENCE_S = 240
 
