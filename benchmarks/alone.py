@@ -53,7 +53,9 @@ async def _generate(run: RunContext, groups_in_flight: int) -> float:
             while todo:
                 index, row = todo.popleft()
                 prefixes = [NOTHING] * config.generation.group_size
-                samples = await fleet.engines[engine].generate(row.prompt_ids, prefixes, config.seed + index)
+                samples = await fleet.engines[engine].generate(
+                    row.prompt_ids, prefixes, config.seed + index, images=row.images
+                )
                 done.append((time.perf_counter(), sum(len(sample.ids) for sample in samples)))
 
         async with asyncio.TaskGroup() as group:

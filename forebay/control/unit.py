@@ -190,6 +190,7 @@ class ControlUnit:
                     group.prefixes,
                     seed,
                     lambda tokens: self._response_ended(group.group_id, attempt, tokens),
+                    group.prompt.images,
                 )
         except TimeoutError:
             if limit is None or not timer.expired():

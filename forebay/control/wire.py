@@ -86,6 +86,7 @@ def _group(group: Group, version: int) -> dict[str, Any]:
     return {
         "group_id": group.group_id,
         "prompt_ids": group.prompt.ids,
+        "images": group.prompt.images,
         "staleness": version - group.oldest_version,
         "samples": [
             {

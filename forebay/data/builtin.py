@@ -15,6 +15,7 @@ from forebay.config import DataConfig
 from forebay.data.arithmetic import draw_sum
 from forebay.data.maze import draw_maze, write_prompt
 from forebay.data.schema import Draft
+from forebay.data.shapes import draw_shapes
 from forebay.errors import UserError
 
 _TRIES = 50
@@ -30,9 +31,17 @@ def _sum(rng: random.Random, data: DataConfig) -> tuple[str, Any]:
     return draw_sum(rng)
 
 
+def _shapes(rng: random.Random, data: DataConfig) -> tuple[str, Any, bytes]:
+    return draw_shapes(rng)
+
+
 MAZE = "builtin:maze"
-BUILT_IN: dict[str, Callable[[random.Random, DataConfig], tuple[str, Any]]] = {MAZE: _maze, "builtin:arithmetic": _sum}
-"""Source name -> draws (prompt, answer)."""
+BUILT_IN: dict[str, Callable[[random.Random, DataConfig], tuple[Any, ...]]] = {
+    MAZE: _maze,
+    "builtin:arithmetic": _sum,
+    "builtin:shapes": _shapes,
+}
+"""Source name -> draws (prompt, answer, images if there are any)."""
 
 
 def draw_splits(data: DataConfig, seed: int) -> dict[str, list[Draft]]:
@@ -41,19 +50,20 @@ def draw_splits(data: DataConfig, seed: int) -> dict[str, list[Draft]]:
     if draw is None:
         raise UserError(f"data.source {data.source}: the built-in tasks are {', '.join(BUILT_IN)}")
     sizes = {"test": data.test_prompts, "validation": data.validation_prompts, "train": data.train_prompts}
-    seen: set[str] = set()
+    seen: set[tuple[Any, ...]] = set()
     splits: dict[str, list[Draft]] = {}
     for name, size in sizes.items():
         rng = random.Random(f"{data.source} {seed} {name}")
         splits[name] = []
         tries = _TRIES * (size + 10)
         while len(splits[name]) < size:
-            prompt, answer = draw(rng, data)
+            prompt, answer, *images = draw(rng, data)
             tries -= 1
-            if prompt not in seen:
-                seen.add(prompt)
+            if (prompt, *images) not in seen:
+                seen.add((prompt, *images))
                 message = {"role": "user", "content": prompt}
-                splits[name].append(Draft((message,), json.dumps(answer, sort_keys=True), data.source))
+                text = json.dumps(answer, sort_keys=True)
+                splits[name].append(Draft((message,), text, data.source, drawn=tuple(images)))
             elif tries <= 0:
                 hint = " or give larger mazes in data.maze.sizes" if data.source == MAZE else ""
                 raise UserError(

@@ -7,12 +7,13 @@ Invariants:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import RunConfig
 from forebay.data.builtin import MAZE, draw_splits
+from forebay.data.images import Pictures
 from forebay.data.read import bad_row, read_source
 from forebay.data.schema import BadRow, Draft, Row, write_quarantine, write_rows
 from forebay.data.split import SPLITS, split_rows
@@ -57,13 +58,15 @@ def prepare_data(run: RunContext, on_progress: "OnProgress | None" = None) -> Pr
         drafts = draw_splits(config.data, config.seed)
         held_out = [draft.prompt for name in ("test", "validation") for draft in drafts[name]]
         model, warm_start = resolve_start_model(run, held_out, on_progress)
-        template = Template(model, config)
-        splits = {name: _all_rows(drafts[name], template) for name in SPLITS}
+        pictures = Pictures.of(run.images, model)
+        template = Template(model, config, pictures)
+        splits = {name: _all_rows([_kept(d, pictures, config) for d in drafts[name]], template) for name in SPLITS}
         read, quarantined, unused = sum(map(len, splits.values())), 0, 0
         write_quarantine(run.data / "quarantine.parquet", [])
     else:
         model, warm_start = resolve_start_model(run, ())
-        good, bad = _read(config, Template(model, config))
+        pictures = Pictures.of(run.images, model)
+        good, bad = _read(config, Template(model, config, pictures), pictures)
         write_quarantine(run.data / "quarantine.parquet", bad)
         _check_quality(config, good, bad, run.data / "quarantine.parquet")
         parts = split_rows(good, config.data)
@@ -77,6 +80,15 @@ def prepare_data(run: RunContext, on_progress: "OnProgress | None" = None) -> Pr
     return PreparedData(**files, model=model, counts=counts, warm_start=warm_start)
 
 
+def _kept(draft: Draft, pictures: Pictures | None, config: RunConfig) -> Draft:
+    """A built-in task's prompt, its images kept."""
+    if draft.drawn and pictures is None:
+        raise UserError(f"data.source {draft.source} has images, but the model of model.path reads none: set another")
+    if pictures is None:
+        return draft
+    return replace(draft, images=tuple(pictures.keep(image, config.data.images) for image in draft.drawn), drawn=())
+
+
 def _all_rows(drafts: Sequence[Draft], template: Template) -> list[Row]:
     """For built-in tasks: a prompt that does not fit is a mistake in the profile."""
     rows = []
@@ -87,10 +99,10 @@ def _all_rows(drafts: Sequence[Draft], template: Template) -> list[Row]:
     return rows
 
 
-def _read(config: RunConfig, template: Template) -> tuple[list[Row], list[BadRow]]:
+def _read(config: RunConfig, template: Template, pictures: Pictures | None) -> tuple[list[Row], list[BadRow]]:
     bad: list[BadRow] = []
     drafts: list[tuple[int, Draft]] = []
-    for number, item in read_source(config.data):
+    for number, item in read_source(config.data, pictures):
         if isinstance(item, BadRow):
             bad.append(item)
         elif not may_name(config.reward, item.verifier):

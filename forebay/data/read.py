@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from forebay.config import DataConfig
+from forebay.data.images import MARK, Pictures, image_source
 from forebay.data.schema import BadRow, Draft, Message
 from forebay.errors import DataError, UserError
 
@@ -29,12 +30,13 @@ Record = Mapping[str, Any] | str
 """One row's columns, or the reason why there are none."""
 
 
-def read_source(data: DataConfig) -> Iterator[tuple[int, Draft | BadRow]]:
-    """Rows of `data.source`, numbered from 1. Raises `UserError` if it cannot be read."""
+def read_source(data: DataConfig, pictures: Pictures | None = None) -> Iterator[tuple[int, Draft | BadRow]]:
+    """Rows of `data.source`, numbered from 1; their images go to `pictures`. Raises `UserError` if it cannot be
+    read."""
     first_seen: dict[str, int] = {}
     for number, record in enumerate(_records(data), 1):
         try:
-            draft = draft_of(record, data)
+            draft = draft_of(record, data, pictures)
             earlier = first_seen.setdefault(draft.prompt_id, number)
             if earlier != number:
                 raise DataError(f"repeats the prompt of row {earlier}")
@@ -50,8 +52,8 @@ def bad_row(number: int, source: str, reason: str, content: Any) -> BadRow:
     return BadRow(number, source, reason, text.encode(errors="replace").decode()[:_SHOWN])
 
 
-def draft_of(record: Record, data: DataConfig) -> Draft:
-    """Check one record; raises `DataError` with the reason."""
+def draft_of(record: Record, data: DataConfig, pictures: Pictures | None = None) -> Draft:
+    """Check one record; raises `DataError` with the reason. `pictures`: None if the model reads no images."""
     if isinstance(record, str):
         raise DataError(record)
     for field, column in (("prompt", data.columns.prompt), ("answer", data.columns.answer)):
@@ -59,7 +61,26 @@ def draft_of(record: Record, data: DataConfig) -> Draft:
             there = ", ".join(map(str, record)) or "none"
             raise DataError(f"no column {column!r} (columns here: {there}; set data.columns.{field})")
     messages = _messages(record[data.columns.prompt])
-    return Draft(messages, _answer(record[data.columns.answer]), data.source, _verifier(record, data))
+    answer, verifier = _answer(record[data.columns.answer]), _verifier(record, data)
+    images = _images(record.get(data.columns.images), messages, data, pictures)
+    return Draft(messages, answer, data.source, verifier, images)
+
+
+def _images(value: Any, messages: tuple[Message, ...], data: DataConfig, pictures: Pictures | None) -> tuple[str, ...]:
+    """Kept; one for each mark in the text, if there are marks."""
+    items = [] if value is None or value == "" else value if isinstance(value, list) else [value]
+    if not items:
+        return ()
+    if pictures is None:
+        raise DataError(f"the prompt has {len(items)} images, but the model of model.path reads none")
+    if len(items) > data.images.max_per_prompt:
+        raise DataError(f"{len(items)} images; data.images.max_per_prompt is {data.images.max_per_prompt}")
+    marks = sum(message["content"].count(MARK) for message in messages)
+    if marks not in (0, len(items)):
+        raise DataError(f"{len(items)} images, but {marks} times {MARK} in the prompt")
+    path = Path(data.source)
+    folder = Path(data.images.folder) if data.images.folder else path.parent if path.suffix in SUFFIXES else None
+    return tuple(pictures.keep(image_source(item, folder), data.images) for item in items)
 
 
 def _messages(value: Any) -> tuple[Message, ...]:

@@ -1,8 +1,10 @@
 """The canonical row, as Parquet: what every later stage reads.
 
 Invariants:
-- `prompt_id` is the first 16 hex digits of the SHA-256 of the canonical JSON of `messages`: equal prompts, equal ids.
-- `prompt_ids` is the chat template applied with the start model's tokenizer, ready for an engine.
+- `prompt_id` is the first 16 hex digits of the SHA-256 of the canonical JSON of `messages`, and of the images' names
+  if there are any: equal prompts, equal ids.
+- `prompt_ids` is the chat template applied with the start model's tokenizer, ready for an engine: an image is as many
+  image tokens as it has features.
 - `answer` is JSON; the verifier gets what it decodes to.
 - `verifier` names the row's own verifier; "" leaves it to `reward.name`.
 """
@@ -30,6 +32,7 @@ ROWS = pa.schema(
         ("answer", pa.string()),
         ("source", pa.string()),
         ("verifier", pa.string()),
+        ("images", pa.list_(pa.string())),
     ]
 )
 QUARANTINE = pa.schema(
@@ -46,6 +49,10 @@ class Draft:
     """JSON."""
     source: str
     verifier: str = ""
+    images: tuple[str, ...] = ()
+    """Names of kept images (`forebay.data.images`), in the order in which they stand in the prompt."""
+    drawn: tuple[bytes, ...] = ()
+    """Image files of a built-in task that are not kept yet."""
 
     @property
     def prompt(self) -> str:
@@ -54,7 +61,7 @@ class Draft:
 
     @property
     def prompt_id(self) -> str:
-        return prompt_id(self.messages)
+        return prompt_id(self.messages, self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ class Row:
     answer: str
     source: str
     verifier: str = ""
+    images: tuple[str, ...] = ()
+    """Names of kept images, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +92,11 @@ class BadRow:
     """What was read, cut to a few hundred characters."""
 
 
-def prompt_id(messages: Sequence[Message]) -> str:
+def prompt_id(messages: Sequence[Message], images: Sequence[str] = ()) -> str:
     """Stable across machines and versions."""
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     text = json.dumps(plain, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join([text, *images]).encode()).hexdigest()[:16]
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -108,7 +117,9 @@ def read_rows(path: Path) -> list[Row]:
                 **row,
                 "messages": tuple(row["messages"]),
                 "prompt_ids": tuple(row["prompt_ids"]),
-                "verifier": row["verifier"] or "",  # files of before there was one
+                # Files of before there were these.
+                "verifier": row["verifier"] or "",
+                "images": tuple(row["images"] or ()),
             }
         )
         for row in table.to_pylist()

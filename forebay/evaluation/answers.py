@@ -26,7 +26,7 @@ _RETRY_PAUSE_S = 0.2
 class GreedyEngine(Protocol):
     """What the examination needs of an engine."""
 
-    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample: ...
+    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample: ...
 
     async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord: ...
 
@@ -137,7 +137,7 @@ class Examiner:
         sample = None
         try:
             with self._wait(f"engine {i}"):
-                sample = await self._fleet.engines[i].greedy(row.prompt_ids, min(limits))
+                sample = await self._fleet.engines[i].greedy(row.prompt_ids, min(limits), row.images)
             self._check_version(i, sample)
             with self._wait("the reward workers"):
                 finished = sample.finish_reason == "stop"

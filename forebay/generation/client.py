@@ -30,6 +30,7 @@ from forebay.control.types import (
     Snapshot,
 )
 from forebay.generation import engine_core
+from forebay.generation.images import Encoder
 from forebay.generation.responses import BadChunk, Response
 from forebay.generation.watchdog import Watchdog
 
@@ -55,10 +56,12 @@ _Request = tuple[Mapping[str, Any], Sequence[Response]]
 class VllmEngine:
     """A `GenerationEngine`. One event loop's; `close` it."""
 
-    def __init__(self, name: str, url: str, token: str, config: RunConfig) -> None:
+    def __init__(self, name: str, url: str, token: str, config: RunConfig, encoder: Encoder | None = None) -> None:
+        """`encoder`: of a model that reads images."""
         self.name = name
         self.url = url
         self._generation = config.generation
+        self._encoder = encoder
         self._broken: str | None = None
         self._calls: set[asyncio.Timeout] = set()
         self._running: set[Response] = set()
@@ -74,18 +77,24 @@ class VllmEngine:
         )
 
     async def generate(
-        self, prompt_ids: Sequence[int], prefixes: Sequence[Sample], seed: int, on_finished: OnFinished | None = None
+        self,
+        prompt_ids: Sequence[int],
+        prefixes: Sequence[Sample],
+        seed: int,
+        on_finished: OnFinished | None = None,
+        images: Sequence[str] = (),
     ) -> list[Sample]:
         """A `GenerationEngine`'s; the same seed, prefixes and weights give the same samples."""
         budget = self._generation.max_new_tokens
         responses = [Response(prefix, budget, len(prompt_ids), on_finished) for prefix in prefixes]
-        base = seed * SEEDS_PER_REQUEST
+        base, features = seed * SEEDS_PER_REQUEST, self._features(prompt_ids, images)
         if all(not prefix.ids for prefix in prefixes):
-            requests = [self._request(prompt_ids, budget, base, responses)]
+            requests = [self._request(prompt_ids, features, budget, base, responses)]
         else:
             requests = [
                 self._request(
                     [*prompt_ids, *response.prefix.ids],
+                    features,
                     budget - len(response.prefix.ids),
                     _seed_of_continuation(base + place, len(response.prefix.ids)),
                     [response],
@@ -96,11 +105,12 @@ class VllmEngine:
         await self._sample(requests, responses)
         return [response.sample() for response in responses]
 
-    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample:
+    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample:
         """The most likely token at every step."""
         response = Response(NOTHING, max_tokens, len(prompt_ids))
         sampling = {"n": 1, "temperature": 0.0, "max_tokens": max_tokens}
-        await self._sample([(_body(prompt_ids, sampling), [response])], [response])
+        body = _body(prompt_ids, self._features(prompt_ids, images), sampling)
+        await self._sample([(body, [response])], [response])
         return response.sample()
 
     async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
@@ -163,14 +173,29 @@ class VllmEngine:
         self._broken = None
         self._kept_caches.clear()
 
-    def _request(self, token_ids: Sequence[int], max_tokens: int, seed: int, responses: Sequence[Response]) -> _Request:
+    def _features(self, prompt_ids: Sequence[int], images: Sequence[str]) -> Mapping[str, Any]:
+        """What the body has beyond a text prompt's."""
+        if not images:
+            return {}
+        if self._encoder is None:
+            raise RequestRefused(f"engine {self.name} serves a model that reads no images")
+        return {"features": self._encoder.features(prompt_ids, images)}
+
+    def _request(
+        self,
+        token_ids: Sequence[int],
+        features: Mapping[str, Any],
+        max_tokens: int,
+        seed: int,
+        responses: Sequence[Response],
+    ) -> _Request:
         sampling = {
             "n": len(responses),
             "seed": seed % 2**63,
             "temperature": self._generation.temperature,
             "max_tokens": max_tokens,
         }
-        return _body(token_ids, sampling), responses
+        return _body(token_ids, features, sampling), responses
 
     async def _sample(self, requests: Sequence[_Request], responses: Sequence[Response]) -> None:
         """Do all requests at the same time; raises as `generate` does."""
@@ -338,8 +363,9 @@ async def _all(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _body(token_ids: Sequence[int], sampling: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"token_ids": list(token_ids), "stream": True, "sampling_params": {**REQUEST_FIELDS, **sampling}}
+def _body(token_ids: Sequence[int], features: Mapping[str, Any], sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+    sampling_params = {**REQUEST_FIELDS, **sampling}
+    return {"token_ids": list(token_ids), **features, "stream": True, "sampling_params": sampling_params}
 
 
 def _seed_of_continuation(seed: int, length: int) -> int:

@@ -97,6 +97,7 @@ def refresh(core: Any, mode: str, version: str) -> Any:
         try:
             if mode == "in_place":
                 _forget_prefixes(core.scheduler, version)
+                core.reset_encoder_cache()  # images that are not read yet are read with the new weights
             else:
                 record["tokens_recomputed"] = sum(request.num_computed_tokens for request in core.scheduler.running)
                 core._reset_caches()

@@ -14,8 +14,10 @@ from types import TracebackType
 from typing import Self
 
 from forebay.control.types import EngineFailure
+from forebay.data.images import Pictures
 from forebay.errors import DeadlineError, RunError
 from forebay.generation.client import VllmEngine
+from forebay.generation.images import Encoder
 from forebay.generation.server import is_cpu_build, start_engine, telling_line
 from forebay.launch.cores import CorePlan
 from forebay.launch.ports import hold_port, require_free
@@ -36,6 +38,8 @@ class Fleet:
         self._cores = cores.engines
         self._processes: list[Process | None] = [None] * run.config.generation.engines
         self._ports: list[socket.socket] = []
+        pictures = Pictures.of(run.images, model_dir)
+        self._encoder = None if pictures is None else Encoder(pictures)
         self._repairs = [asyncio.Lock() for _ in self._processes]
         self._closed = False
 
@@ -88,7 +92,8 @@ class Fleet:
             self._ports.append(hold_port(host, base + i if base else 0))
             port = self._ports[i].getsockname()[1]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            self.engines.append(VllmEngine(f"engine-{i}", url, self._run.token, self._run.config))
+            engine = VllmEngine(f"engine-{i}", url, self._run.token, self._run.config, self._encoder)
+            self.engines.append(engine)
 
     async def _start_all(self) -> None:
         starts = [asyncio.create_task(self._start(i)) for i in range(len(self.engines))]

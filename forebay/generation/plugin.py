@@ -4,8 +4,10 @@ Invariant: importing this module imports nothing of vLLM; `register` is only cal
 """
 
 import importlib
+import importlib.util
 import multiprocessing
 import os
+import sys
 from typing import Any
 
 from forebay.generation import engine_core
@@ -26,8 +28,31 @@ def register() -> None:
     engine_core.install()
     if cores := os.environ.get(CORES_VARIABLE):
         engine_core.pin({int(core) for core in cores.split(",")})
+    if importlib.util.find_spec("torchvision") is None:
+        _images_without_videos()
     if os.environ.get(FORK_VARIABLE) == "1":
         _fork_engine_core()
+
+
+def _images_without_videos() -> None:
+    """transformers builds a Qwen-VL model's processor only together with its part for videos, which needs torchvision,
+    and that has no CPU build on PyPI; the part for images has a variant without it. Nobody sends videos here, and
+    vLLM only asks the processor how large images are."""
+
+    class NoVideos(dict[str, Any]):  # it is printed as JSON
+        valid_kwargs = importlib.import_module("transformers.processing_utils").VideosKwargs
+
+    family = "transformers.models.qwen2_vl.image_processing"
+    sys.modules[f"{family}_qwen2_vl"] = importlib.import_module(f"{family}_pil_qwen2_vl")
+    auto: Any = importlib.import_module("transformers.models.auto.video_processing_auto").AutoVideoProcessor
+    processing: Any = importlib.import_module("transformers.processing_utils").ProcessorMixin
+    check = processing.check_argument_for_proper_class
+
+    def checked(self: Any, name: str, argument: Any) -> Any:
+        return None if isinstance(argument, NoVideos) else check(self, name, argument)
+
+    processing.check_argument_for_proper_class = checked
+    auto.from_pretrained = classmethod(lambda cls, *arguments, **options: NoVideos())
 
 
 def _fork_engine_core() -> None:

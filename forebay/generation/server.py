@@ -6,12 +6,15 @@ Invariants:
 """
 
 import importlib.metadata
+import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from forebay.config import RunConfig
+from forebay.data.images import bounds, vision_of
 from forebay.errors import UserError
 from forebay.generation.auth import TOKEN_VARIABLE
 from forebay.generation.plugin import BACKEND, CORES_VARIABLE, FORK_VARIABLE
@@ -45,11 +48,27 @@ def engine_command(config: RunConfig, model_dir: Path, host: str, port: int) -> 
     command += ["--enable-scale-out", "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
     command += ["--worker-extension-cls", "forebay.generation.weights.SnapshotWorker"]
     command += ["--disable-uvicorn-access-log"]
+    command += _images(config, model_dir)
     if is_cpu_build():
         command += ["--enforce-eager", "--distributed-executor-backend", "uni"]
         # A seeded request whose prefill is cut in two kills the engine (vLLM 0.32: CPU generators have no offset).
         command += ["--no-enable-chunked-prefill"]
     return command + generation.extra_args
+
+
+def _images(config: RunConfig, model_dir: Path) -> list[str]:
+    """For a model that reads images: they come processed, so vLLM need not remember any, nor normalise them again."""
+    vision = vision_of(model_dir)
+    if vision is None:
+        return []
+    least, most = bounds(vision, config.data.images)
+    options: dict[str, dict[str, Any]] = {
+        "--limit-mm-per-prompt": {"image": config.data.images.max_per_prompt, "video": 0},
+        # What room it keeps for an image.
+        "--mm-processor-kwargs": {"images_kwargs": {"size": {"shortest_edge": least, "longest_edge": most}}},
+    }
+    plain = ["--mm-processor-cache-gb", "0", "--no-mm-device-do-normalize"]
+    return [*plain, *(part for o, v in options.items() for part in (o, json.dumps(v)))]
 
 
 def engine_environment(token: str, cores: Sequence[int] | None) -> dict[str, str | None]:

@@ -106,9 +106,9 @@ def greedy_answers(cache: Path, config: RunConfig, model: str) -> Answers:
     return _open(cache, config, model, {"kind": "greedy"})
 
 
-def prompt_key(tokens: Sequence[int]) -> str:
-    """SHA-256 of the token ids."""
-    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()
+def prompt_key(tokens: Sequence[int], images: Sequence[str] = ()) -> str:
+    """SHA-256 of the token ids and the names of the images."""
+    return hashlib.sha256(" ".join([*map(str, tokens), *images]).encode()).hexdigest()
 
 
 def model_digest(folder: Path) -> str:

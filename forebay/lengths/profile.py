@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from forebay.generation.client import VllmEngine
 from forebay.generation.fleet import Fleet
 from forebay.launch.cores import plan_cores
 from forebay.lengths.answers import Answer, Answers, greedy_answers, model_digest, prompt_key, sampled_answers
-from forebay.lengths.prompts import Indices, Observed, Prompts, Vector, observe
+from forebay.lengths.prompts import Indices, Observed, Prompts, Vector, observe, read_images
 from forebay.run import RunContext
 
 log = logging.getLogger("forebay.lengths")
@@ -107,7 +107,7 @@ async def _measure(run: RunContext, prompts: Prompts, greedy: Greedy) -> Profile
         ask = _Ask(run, stack)
         with sampled_answers(run.cache, config, model) as known:
             taken = await _rounds(ask, prompts, order, known)
-            answers = [known.get(prompt_key(prompts.tokens_of(i))) for i in taken]
+            answers = [known.get(ask.question(prompts, i).key) for i in taken]
         found = [(i, answer) for i, answer in zip(taken, answers, strict=True) if answer and answer.lengths]
         if len(found) < LEAST:
             raise RunError(
@@ -119,7 +119,7 @@ async def _measure(run: RunContext, prompts: Prompts, greedy: Greedy) -> Profile
         if with_greedy:
             with greedy_answers(run.cache, config, model) as known:
                 await ask.all(range(len(prompts)), prompts, known, _greedy, 1)
-                prompts = _with_greedy(prompts, known)
+                prompts = _with_greedy(ask, prompts, known)
     return Profile(
         prompts=prompts,
         index=np.array([i for i, _ in found], dtype=np.int64),
@@ -139,7 +139,7 @@ async def _rounds(ask: "_Ask", prompts: Prompts, order: Indices, known: Answers)
         await ask.all(taken, prompts, known, _sampled, lengths.samples)
         if count == len(order):
             return taken
-        answers = [known.get(prompt_key(prompts.tokens_of(i))) for i in taken]
+        answers = [known.get(ask.question(prompts, i).key) for i in taken]
         means = np.array([np.mean(answer.lengths) for answer in answers if answer and answer.lengths])
         wanted = min(needed(means, lengths.target_error), len(order))
         if wanted <= count:
@@ -147,16 +147,27 @@ async def _rounds(ask: "_Ask", prompts: Prompts, order: Indices, known: Answers)
         count = wanted
 
 
-Question = Callable[[RunConfig, VllmEngine, list[int]], Coroutine[Any, Any, list[Sample]]]
+class Question(NamedTuple):
+    """A prompt as an engine is asked it."""
+
+    tokens: list[int]
+    images: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return prompt_key(self.tokens, self.images)
 
 
-async def _sampled(config: RunConfig, engine: VllmEngine, tokens: list[int]) -> list[Sample]:
-    seed = config.seed * 1_000_003 + int(prompt_key(tokens)[:8], 16)
-    return await engine.generate(tokens, [NOTHING] * config.lengths.samples, seed)
+Way = Callable[[RunConfig, VllmEngine, Question], Coroutine[Any, Any, list[Sample]]]
 
 
-async def _greedy(config: RunConfig, engine: VllmEngine, tokens: list[int]) -> list[Sample]:
-    return [await engine.greedy(tokens, config.generation.max_new_tokens)]
+async def _sampled(config: RunConfig, engine: VllmEngine, question: Question) -> list[Sample]:
+    seed = config.seed * 1_000_003 + int(question.key[:8], 16)
+    return await engine.generate(question.tokens, [NOTHING] * config.lengths.samples, seed, images=question.images)
+
+
+async def _greedy(config: RunConfig, engine: VllmEngine, question: Question) -> list[Sample]:
+    return [await engine.greedy(question.tokens, config.generation.max_new_tokens, question.images)]
 
 
 class _Ask:
@@ -167,14 +178,17 @@ class _Ask:
         self.responses = 0
         self._run, self._stack = run, stack
         self._fleet: Fleet | None = None
+        self._images = read_images(run.data / "train.parquet")
 
-    async def all(
-        self, index: Sequence[int], prompts: Prompts, known: Answers, question: Question, responses: int
-    ) -> None:
+    def question(self, prompts: Prompts, index: int) -> Question:
+        """The prompt at `index`."""
+        return Question(prompts.tokens_of(index), self._images.get(prompts.ids[index], ()))
+
+    async def all(self, index: Sequence[int], prompts: Prompts, known: Answers, way: Way, responses: int) -> None:
         """Answers to these prompts into `known`. `responses`: of one question; so many that an engine is full and
         has the next ones waiting, no more, since each has the time-out of a request."""
-        missing = {prompt_key(tokens): tokens for tokens in map(prompts.tokens_of, index)}
-        missing = {key: tokens for key, tokens in missing.items() if known.get(key) is None}
+        questions = {question.key: question for question in (self.question(prompts, i) for i in index)}
+        missing = {key: question for key, question in questions.items() if known.get(key) is None}
         if not missing:
             return
         if self._fleet is None:
@@ -185,10 +199,10 @@ class _Ask:
         slots = [asyncio.Semaphore(room) for _ in range(engines)]
         told, done = time.monotonic(), 0
 
-        async def one(place: int, key: str, tokens: list[int]) -> None:
+        async def one(place: int, key: str, question: Question) -> None:
             nonlocal told, done
             async with slots[place % engines]:
-                known.add(key, await self._answer(place % engines, tokens, question))
+                known.add(key, await self._answer(place % engines, question, way))
             done += 1
             if time.monotonic() - told > PROGRESS_S:
                 told = time.monotonic()
@@ -202,12 +216,12 @@ class _Ask:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
 
-    async def _answer(self, engine: int, tokens: list[int], question: Question) -> Answer:
+    async def _answer(self, engine: int, question: Question, way: Way) -> Answer:
         """Empty if no engine takes the prompt. Raises `EngineFailure` after `ATTEMPTS`."""
         assert self._fleet is not None
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                samples = await question(self.config, self._fleet.engines[engine], tokens)
+                samples = await way(self.config, self._fleet.engines[engine], question)
             except RequestRefused:
                 break
             except EngineFailure:
@@ -224,8 +238,8 @@ class _Ask:
         return Answer((), (), ())
 
 
-def _with_greedy(prompts: Prompts, known: Answers) -> Prompts:
-    answers = [known.get(prompt_key(prompts.tokens_of(i))) for i in range(len(prompts))]
+def _with_greedy(ask: _Ask, prompts: Prompts, known: Answers) -> Prompts:
+    answers = [known.get(ask.question(prompts, i).key) for i in range(len(prompts))]
     tokens = [answer.lengths[0] if answer and answer.lengths else math.nan for answer in answers]
     logprob = [answer.logprobs[0] if answer and answer.lengths else math.nan for answer in answers]
     return prompts.with_greedy(np.array(tokens), np.array(logprob))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -94,6 +95,16 @@ def read_prompts(path: Path) -> Prompts:
     unknown = np.full(table.num_rows, np.nan)
     ids: list[str] = table["prompt_id"].to_pylist()
     return Prompts(ids, flat[starts[0] : starts[-1]], starts - starts[0], unknown, unknown)
+
+
+def read_images(path: Path) -> dict[str, tuple[str, ...]]:
+    """Prompt id -> names of its images, for the prompts of such a file that have some."""
+    try:
+        table = pq.read_table(path, columns=["prompt_id", "images"])
+    except (OSError, pa.ArrowException) as error:
+        raise RunError(f"{path}: cannot be read as Forebay's rows ({str(error).splitlines()[0]})") from None
+    table = table.filter(pc.greater(pc.list_value_length(table["images"]), 0))
+    return {row["prompt_id"]: tuple(row["images"]) for row in table.to_pylist()}
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def _overlong(algorithm: AlgorithmConfig) -> tuple[int, float]:
 
 def _group(group: Mapping[str, Any], version: int) -> list[TrainSequence]:
     """Its responses, without advantages yet."""
-    samples, prompt = group["samples"], group["prompt_ids"]
+    samples, prompt, images = group["samples"], group["prompt_ids"], tuple(group.get("images", ()))
     where = f"group {group['group_id']}"
     if not prompt:
         raise ValueError(f"{where} has an empty prompt")
@@ -173,6 +173,7 @@ def _group(group: Mapping[str, Any], version: int) -> list[TrainSequence]:
             behaviour=sample["logprobs"],
             advantage=0.0,
             current=sample["oldest_version"] == version,
+            images=images,
         )
         for sample in samples
     ]

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from forebay.config import RunConfig
+from forebay.data.images import Pictures
 from forebay.errors import RunError, UserError
 from forebay.run import RunContext
 from forebay.training.backend import Backend
@@ -46,7 +47,8 @@ class TrainEngine(Learner):
         if run.config.algorithm.advantage == "gae":
             module = load_critic(run, ranks, policy)
             critic = Critic(_backend(run.config, ranks, module), ranks, run.config.critic.clip)
-        super().__init__(run.config, ranks, policy.lm, backend, reference, critic)
+        pictures = Pictures.of(run.images, run.start_model)
+        super().__init__(run.config, ranks, policy.lm, backend, reference, critic, pictures)
         if ranks.rank == 0:
             a = run.config.algorithm
             print(f"trainer: {a.advantage}, {a.policy_loss} loss, correction {a.active_correction}", flush=True)
@@ -66,6 +68,8 @@ def load_policy(run: RunContext, ranks: Ranks, folder: Path | None = None) -> Po
         policy = _checked(lm.to(_whole_on(run, ranks)), config.generation.temperature, dtype)  # type: ignore[arg-type]
     else:
         policy = PolicyModel(lm, config.generation.temperature)
+    if config.training.freeze_vision:
+        _freeze_vision(lm)
     chosen = config.training.activation_checkpointing
     if chosen is True or (chosen == "auto" and sum(p.numel() for p in lm.parameters()) >= RECOMPUTE_FROM):
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -89,6 +93,8 @@ def load_critic(run: RunContext, ranks: Ranks, policy: PolicyModel) -> ValueMode
     needed, known = (each.lm.config.get_text_config().vocab_size for each in (policy, base))
     if known < needed:
         raise UserError(f"critic.model {model} knows {known} tokens, the policy {needed}: choose one of its family")
+    if hasattr(policy.lm.config, "vision_config") and not hasattr(base.lm.config, "vision_config"):
+        raise UserError(f"critic.model {model} reads no images, the policy does: choose one of its family")
     return ValueModel(base, getattr(torch, run.config.model.dtype))
 
 
@@ -107,7 +113,8 @@ def _whole_on(run: RunContext, ranks: Ranks) -> torch.device:
 
 
 def _read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    lm: PreTrainedModel = _auto(config).from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )
     return lm
@@ -116,10 +123,20 @@ def _read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 def _outline(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The same model without memory for its weights."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    build: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        lm: PreTrainedModel = build(config, dtype=dtype, attn_implementation="sdpa")
+        lm: PreTrainedModel = _auto(config).from_config(config, dtype=dtype, attn_implementation="sdpa")
     return lm
+
+
+def _auto(config: Any) -> Any:
+    """The class of transformers that builds such models."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
+def _freeze_vision(lm: Any) -> None:
+    if not hasattr(lm.config, "vision_config"):
+        raise UserError("training.freeze_vision: the model of model.path has no vision tower; set it to false")
+    lm.base_model.visual.requires_grad_(False)
 
 
 def _checked(lm: PreTrainedModel, temperature: float, dtype: torch.dtype) -> PolicyModel:

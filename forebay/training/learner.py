@@ -32,6 +32,7 @@ from forebay.training.meter import Meter
 from forebay.training.packing import MicroBatch, TrainSequence, pack, plan_micro_batches
 from forebay.training.reference import BaseReference, Reference
 from forebay.training.schedules import learning_rate
+from forebay.training.vision import Pictures
 
 CRITIC = "critic."
 """In a checkpoint: before the names of the critic's tensors."""
@@ -48,11 +49,13 @@ class Learner:
         backend: Backend,
         reference: Reference | BaseReference | None = None,
         critic: Critic | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         """`backend` holds a `PolicyModel` of `lm`; `reference` is there if the algorithm has a KL term, `critic` if its
-        advantages need one."""
+        advantages need one, `pictures` if the model has a vision tower."""
         self._config, self._ranks, self._lm, self._backend = config.training, ranks, lm, backend
         self._algorithm, self._reference, self._critic = config.algorithm, reference, critic
+        self._pictures = pictures
         self._fixed_length = config.algorithm.fixed_length or config.generation.max_new_tokens
         self._dtype = getattr(torch, config.model.dtype)
         self._seed, self._peak_rate, self._critic_rate = config.seed, peak_rate(config), config.critic.learning_rate
@@ -96,7 +99,7 @@ class Learner:
         c = self._config
         plan = plan_micro_batches([len(s) for s in sequences], self._ranks.world, c.micro_batch_tokens, c.balance)
         for indices in plan[self._ranks.rank]:
-            yield pack([sequences[i] for i in indices]).to(self._ranks.device), indices
+            yield pack([sequences[i] for i in indices], self._pictures).to(self._ranks.device), indices
 
     def _before(self, chunk: Chunk) -> Before | None:
         """None if the algorithm asks for nothing."""
@@ -107,7 +110,8 @@ class Learner:
         for micro, indices in self._micro_batches(chunk.sequences):
             seen = self._look(micro).cpu()
             if indices:
-                found[:, np.concatenate([np.arange(starts[i], starts[i + 1]) for i in indices])] = seen
+                places = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in indices])
+                found[:, places] = seen[:, : len(places)]  # what comes behind is padding
         # Each token is one rank's, so the sum is what that rank found.
         return Before(*self._ranks.sum(found).numpy())
 

@@ -17,6 +17,7 @@ from forebay.training.attention import PACKED, register
 from forebay.training.packing import MicroBatch
 from forebay.training.routers import Routers
 from forebay.training.token_logprobs import token_logprobs
+from forebay.training.vision import ImageBatch
 
 _TRANSFORMED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -54,7 +55,9 @@ class PolicyModel(nn.Module):
         self.routers: Routers | None = None
         """Set: their loss is wanted."""
         register()
-        lm.set_attn_implementation(PACKED)
+        # In the vision tower an image sees itself only, which transformers' own attention knows.
+        tower = hasattr(lm.config, "vision_config")
+        lm.set_attn_implementation({"text_config": PACKED, "vision_config": "sdpa"} if tower else PACKED)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """(log-probabilities, entropies) of the response tokens at the rollout temperature; each (R,), float32. With
@@ -73,10 +76,15 @@ class PolicyModel(nn.Module):
 
 
 def response_states(trunk: Any, batch: MicroBatch) -> Tensor:
-    """(R, d): the last hidden state before each response token. `trunk`: a language model without its head."""
+    """(R, d): the last hidden state before each response token. `trunk`: a language model without its head, or with a
+    vision tower before it."""
+    inputs = {"input_ids": batch.input_ids}
+    if batch.images is not None:
+        inputs = {"inputs_embeds": _embedded(trunk, batch.input_ids, batch.images)}
+        trunk = trunk.language_model
     # No mask and no cache, ever: either would make transformers build a mask of its own (see attention.py).
     hidden: Tensor = trunk(
-        input_ids=batch.input_ids,
+        **inputs,
         position_ids=batch.position_ids,
         use_cache=False,
         cu_seq_lens_q=batch.starts,
@@ -85,3 +93,11 @@ def response_states(trunk: Any, batch: MicroBatch) -> Tensor:
         max_length_k=batch.longest,
     ).last_hidden_state
     return hidden[0, batch.sources]
+
+
+def _embedded(trunk: Any, input_ids: Tensor, images: ImageBatch) -> Tensor:
+    """(1, T, d): the tokens' embeddings, with the images' features in their places. transformers would find the places
+    itself, by the token, and refuse a response that has it too."""
+    seen = trunk.visual(images.values, grid_thw=images.grids).pooler_output
+    tokens: Tensor = trunk.get_input_embeddings()(input_ids)
+    return tokens.index_copy(1, images.places, seen[images.features][None].to(tokens.dtype))

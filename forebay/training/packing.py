@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forebay.errors import RunError
+from forebay.training.vision import BLANK, ImageBatch, Pictures, lay_out
 
 Balance = Literal["longest_first", "karmarkar_karp"]
 PerToken = float | Sequence[float] | NDArray[np.floating]
@@ -40,6 +41,8 @@ class TrainSequence:
     """The critic's, before the step, of the state before each token."""
     returns: PerToken = 0.0
     """What the critic is to learn."""
+    images: Sequence[str] = ()
+    """Names of the prompt's images, in order."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.ids)
@@ -55,7 +58,7 @@ class MicroBatch:
     input_ids: Tensor
     """(1, T) int64."""
     position_ids: Tensor
-    """(1, T) int64."""
+    """(1, T) int64; (3, 1, T) of a model with a vision tower (`vision.rope_positions`)."""
     starts: Tensor
     """(S + 1,) int32: cumulative sequence lengths from 0 to T."""
     longest: int
@@ -77,13 +80,15 @@ class MicroBatch:
     returns: Tensor
     """(R,) float32."""
     weights: Tensor
-    """(R,) float32: 1, or 0 in a padding micro-batch."""
+    """(R,) float32: 1, or 0 in a padding sequence."""
     current: Tensor
     """(R,) bool: sampled by the version that trains."""
+    images: ImageBatch | None = None
+    """Of a model with a vision tower, always."""
 
     def to(self, device: torch.device) -> "MicroBatch":
-        tensors = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "longest"}
-        return replace(self, **tensors)
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: part.to(device) for name, part in parts.items() if hasattr(part, "to")})
 
 
 def plan_micro_batches(
@@ -150,16 +155,24 @@ def _first_fit(share: list[int], lengths: Sequence[int], budget: int) -> list[li
     return bins
 
 
-def pack(sequences: Sequence[TrainSequence]) -> MicroBatch:
-    """Lay the sequences end to end; none at all gives a padding micro-batch."""
-    weight = 1.0 if sequences else 0.0
-    sequences = sequences or [PADDING]
+def pack(sequences: Sequence[TrainSequence], pictures: Pictures | None = None) -> MicroBatch:
+    """Lay the sequences end to end; none at all gives a padding micro-batch. `pictures`: of a model with a vision
+    tower; where no sequence has an image, one of two tokens with a blank image is added, of weight 0."""
+    weighs = [1.0] * len(sequences)
+    if pictures is not None and not any(s.images for s in sequences):
+        sequences = [*sequences, replace(PADDING, prompt_ids=(pictures.vision.token,), images=(BLANK,))]
+    elif not sequences:
+        sequences = [PADDING]
+    weighs += [0.0] * (len(sequences) - len(weighs))
     lengths = np.array([len(s) for s in sequences])
     starts = np.concatenate([[0], np.cumsum(lengths)])
     answers = np.array([len(s.ids) for s in sequences])
     prompts = lengths - answers
     # Response token j of a sequence is predicted at prompt_length - 1 + j, one before its own place.
     within = np.arange(answers.sum()) - np.repeat(np.cumsum(answers) - answers, answers)
+    positions, images = torch.from_numpy(np.arange(starts[-1]) - np.repeat(starts[:-1], lengths))[None], None
+    if pictures is not None:
+        positions, images = lay_out(sequences, starts, pictures)
 
     def floats(numbers: Sequence[PerToken]) -> Tensor:
         pairs = zip(numbers, answers, strict=True)
@@ -167,7 +180,7 @@ def pack(sequences: Sequence[TrainSequence]) -> MicroBatch:
 
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate([[*s.prompt_ids, *s.ids] for s in sequences]).astype(np.int64))[None],
-        position_ids=torch.from_numpy(np.arange(starts[-1]) - np.repeat(starts[:-1], lengths))[None],
+        position_ids=positions,
         starts=torch.from_numpy(starts.astype(np.int32)),
         longest=int(lengths.max()),
         sources=torch.from_numpy(np.repeat(starts[:-1] + prompts - 1, answers) + within),
@@ -178,6 +191,7 @@ def pack(sequences: Sequence[TrainSequence]) -> MicroBatch:
         proximal=floats([s.proximal for s in sequences]),
         values=floats([s.values for s in sequences]),
         returns=floats([s.returns for s in sequences]),
-        weights=torch.full((int(answers.sum()),), weight),
+        weights=torch.from_numpy(np.repeat(weighs, answers).astype(np.float32)),
         current=torch.from_numpy(np.repeat([s.current for s in sequences], answers)),
+        images=images,
     )

@@ -14,9 +14,17 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.utils import logging as transformers_logging
 
+from forebay.training import random_vl
 from forebay.training.tiny_model import CHAT_TEMPLATE, END, PAD, SPECIALS
 
 _SIZES: dict[str, Any] = {
@@ -56,10 +64,15 @@ def _qwen3_moe(vocabulary: int) -> PreTrainedConfig:
     return Qwen3MoeConfig(vocab_size=vocabulary, tie_word_embeddings=False, **_SIZES, **experts)
 
 
+def _qwen2_5_vl(vocabulary: int) -> PreTrainedConfig:
+    return random_vl.config(vocabulary, {name: value for name, value in _SIZES.items() if name != "head_dim"})
+
+
 ARCHITECTURES: dict[str, Callable[[int], PreTrainedConfig]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "qwen2_5_vl": _qwen2_5_vl,
 }
 """transformers' name of the model type -> its tiny configuration for a vocabulary of so many tokens."""
 
@@ -68,12 +81,16 @@ def save_random_model(architecture: str, seed: int, folder: Path) -> None:
     """Write the Hugging Face folder; `folder` exists. Raises `KeyError` for an architecture that is not known."""
     hf_logging: Any = transformers_logging
     hf_logging.disable_progress_bar()
-    tokenizer = byte_tokenizer()
+    tokenizer, sees = byte_tokenizer(), architecture == "qwen2_5_vl"
+    if sees:
+        tokenizer.add_special_tokens(list(random_vl.MARKS))
     config = ARCHITECTURES[architecture](tokenizer.get_vocab_size())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        build: Any = AutoModelForCausalLM.from_config
-        build(config).save_pretrained(folder)
+        auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        auto.from_config(config).save_pretrained(folder)
+    if sees:
+        random_vl.save_processor(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -82,7 +99,7 @@ def save_random_model(architecture: str, seed: int, folder: Path) -> None:
         "padding_side": "left",
         "model_max_length": _SIZES["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": random_vl.CHAT_TEMPLATE if sees else CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 

@@ -36,10 +36,13 @@ COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
     "vocab.json",
 )
 _VERSION_FOLDER = re.compile(r"v\d{8,}")

@@ -49,7 +49,7 @@ def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) ->
     allocation = Allocation()
     engine = TrainEngine(run, ranks)
     prompt, response = job["probe"]
-    probe = pack([TrainSequence(prompt, response, [0.0] * len(response), 0.0, True)])
+    probe = pack([TrainSequence(prompt, response, [0.0] * len(response), 0.0, True)], engine._pictures)
     metrics, seconds, evaluated, values = [], [], [], []
     for step, bodies in enumerate(job[case["batches"]], 1):
         began = time.perf_counter()
@@ -61,7 +61,7 @@ def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) ->
             values.append(engine._critic.values(probe).tolist())
         metrics.append(engine.update(step))
         seconds.append(time.perf_counter() - began)
-        evaluated.append(logprobs.tolist())
+        evaluated.append(logprobs[: len(response)].tolist())
         if step == case["resume_at"]:
             state = engine.state()
             engine = TrainEngine(run, ranks)

@@ -31,7 +31,7 @@ class StubEngine:
         self.slow = set()
         self.modes = []
 
-    async def generate(self, prompt_ids, prefixes, seed, on_finished=None):
+    async def generate(self, prompt_ids, prefixes, seed, on_finished=None, images=()):
         self.calls += 1
         self.seeds.append(seed)
         self.prefixes.append(prefixes)
@@ -359,7 +359,7 @@ def test_an_engine_tells_of_each_response_and_the_controller_hears_of_it(tmp_pat
     unit.controller.sample_finished = lambda *event: heard.append(event)
 
     class Telling(StubEngine):
-        async def generate(self, prompt_ids, prefixes, seed, on_finished=None):
+        async def generate(self, prompt_ids, prefixes, seed, on_finished=None, images=()):
             on_finished(2)
             return await super().generate(prompt_ids, prefixes, seed, on_finished)
 

@@ -108,7 +108,7 @@ class FakeEngine:
         self.running = self.most_running = 0
         self.limits: list[int] = []
 
-    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample:
+    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         self.limits.append(max_tokens)
@@ -136,7 +136,7 @@ class FakeEngine:
 class BrokenEngine(FakeEngine):
     """Its process lives, but its client has given it up."""
 
-    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample:
+    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample:
         raise EngineFailure("given up")
 
     async def health(self) -> None:
@@ -220,7 +220,7 @@ def test_a_dead_engine_is_restarted_once_and_gets_the_trained_weights_again() ->
     fleet = FakeFleet(FakeEngine())
     engine = fleet.engines[0]
 
-    async def die(prompt_ids: Sequence[int], max_tokens: int) -> Sample:
+    async def die(prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample:
         engine.alive = False
         raise EngineFailure("died")
 
@@ -340,7 +340,7 @@ class MazeFleet:
     def alive(self, i: int) -> bool:
         return True
 
-    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int) -> Sample:
+    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample:
         walk = _ids((AFTER if self.version else BEFORE)[prompt_ids[0]])
         finish = "length" if self.version and prompt_ids[0] == 3 else "stop"
         ids = walk if finish == "length" else (*walk, WORDS.index("<eos>"))

@@ -59,7 +59,7 @@ class Engines:
     async def revive(self, index):
         self.revived += 1
 
-    async def generate(self, tokens, prefixes, seed):
+    async def generate(self, tokens, prefixes, seed, images=()):
         await asyncio.sleep(0)
         if self.failures:
             self.failures -= 1
@@ -72,7 +72,7 @@ class Engines:
         rng = random.Random(seed)
         return [self._sample(self.length(tokens, rng)) for _ in prefixes]
 
-    async def greedy(self, tokens, max_tokens):
+    async def greedy(self, tokens, max_tokens, images=()):
         assert max_tokens == BUDGET
         await asyncio.sleep(0)
         if self.asked.total() >= self.fail_after:

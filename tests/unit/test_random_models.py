@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from forebay.config import parse_config
 from forebay.data.start_model import RANDOM, RANDOM_MODELS, resolve_start_model
@@ -39,11 +39,16 @@ def test_a_random_model_is_a_whole_model(tmp_path: Path, name: str) -> None:
     assert tokenizer.decode(ids) == text
     chat = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
     assert len(chat) == len(ids) + 2
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert sum(p.numel() for p in lm.parameters()) < 300_000
+    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    lm = auto.from_pretrained(folder, dtype=torch.float32)
+    assert sum(p.numel() for p in lm.parameters()) < 400_000
     logprobs = [lm(torch.tensor([row])).logits[0, -1].log_softmax(-1) for row in (chat, chat[::-1])]
     assert float((logprobs[0] - logprobs[1]).detach().abs().max()) > 0.1
-    assert config["eos_token_id"] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|end|>")
+    assert (
+        config.get("text_config", config)["eos_token_id"]
+        == tokenizer.eos_token_id
+        == tokenizer.convert_tokens_to_ids("<|end|>")
+    )
 
 
 def test_the_seed_determines_the_weights(tmp_path: Path) -> None:
