@@ -61,6 +61,11 @@ class RunContext:
         return self.root / "start_model"
 
     @property
+    def critic_model(self) -> Path:
+        """What `critic.model` names (a link); not there without it."""
+        return self.root / "critic_model"
+
+    @property
     def lengths(self) -> Path:
         """profile.parquet (observed) and predictions.parquet (every training prompt)."""
         return self.root / "lengths"

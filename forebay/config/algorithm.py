@@ -15,8 +15,8 @@ class CriticConfig(Config):
     AdamW and gradient norm are those of `training`."""
 
     model: str | None = None
-    """A folder with a Hugging Face causal LM of the policy's vocabulary, which gets a new scalar head; null: the start
-    model."""
+    """A directory or hub name of a Hugging Face causal LM with the policy's vocabulary, which gets a new scalar head;
+    null: the start model."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """AdamW; the rate after warm-up."""
     warmup_steps: Natural = 0

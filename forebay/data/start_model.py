@@ -59,26 +59,40 @@ def resolve_start_model(
     else:
         folder = _folder(name)
     check_model(folder, run.config)
-    run.start_model.unlink(missing_ok=True)
-    run.start_model.symlink_to(folder)
+    _link(run.start_model, folder)
+    critic = run.config.critic.model
+    if run.config.algorithm.advantage == "gae" and critic is not None:
+        folder = _folder(critic, "critic.model")
+        _check_weights(folder, f"critic.model {critic}", run.config)
+        _link(run.critic_model, folder)
     return run.start_model, told
+
+
+def _link(link: Path, folder: Path) -> None:
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder)
 
 
 def check_model(folder: Path, config: RunConfig) -> None:
     """Raises `UserError` if the folder cannot be a start model; the chat template is checked where it is used."""
-    name = config.model.path
+    said = f"model.path {config.model.path}"
+    _check_weights(folder, said, config)
+    if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
+        raise UserError(f"{said}: {folder} has no tokenizer (tokenizer.json)")
+
+
+def _check_weights(folder: Path, said: str, config: RunConfig) -> None:
+    """Raises `UserError` if no model for sequences of `model.max_model_len` lies there."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"model.path {name}: {folder} has no readable config.json ({error})") from None
-    if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
-        raise UserError(f"model.path {name}: {folder} has no tokenizer (tokenizer.json)")
+        raise UserError(f"{said}: {folder} has no readable config.json ({error})") from None
     if not any(folder.glob("*.safetensors")):
-        raise UserError(f"model.path {name}: {folder} has no weights (*.safetensors; save other formats as such first)")
+        raise UserError(f"{said}: {folder} has no weights (*.safetensors; save other formats as such first)")
     room = settings.get("text_config", settings).get("max_position_embeddings")
     if isinstance(room, int) and room < config.model.max_model_len:
         raise UserError(
-            f"model.max_model_len ({config.model.max_model_len}): {name} has only {room} positions; lower it"
+            f"model.max_model_len ({config.model.max_model_len}): {said} has only {room} positions; lower it"
         )
 
 
@@ -198,18 +212,18 @@ def _without_quantization(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in ("quantization_config", "_name_or_path")}
 
 
-def _folder(name: str) -> Path:
+def _folder(name: str, setting: str = "model.path") -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
     if path.exists() or name.startswith((".", "/", "~")):
-        raise UserError(f"model.path {name}: no such folder")
+        raise UserError(f"{setting} {name}: no such folder")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES)).resolve()
     except (OSError, ValueError) as error:  # offline, unknown, forbidden, not a name
         raise UserError(
-            f"model.path {name}: no such folder here, and it cannot be fetched from the Hugging Face hub "
+            f"{setting} {name}: no such folder here, and it cannot be fetched from the Hugging Face hub "
             f"({type(error).__name__}: {str(error).strip().splitlines()[0]})"
         ) from None

@@ -89,7 +89,7 @@ def _backend(config: RunConfig, ranks: Ranks, module: nn.Module) -> Backend:
 def load_critic(run: RunContext, ranks: Ranks, policy: PolicyModel) -> ValueModel:
     """Like `load_policy`, of `critic.model`. Raises `UserError` if it does not know all tokens of the policy."""
     model = run.config.critic.model
-    base = load_policy(run, ranks, Path(model).expanduser() if model else None)
+    base = load_policy(run, ranks, run.critic_model if model else None)
     needed, known = (each.lm.config.get_text_config().vocab_size for each in (policy, base))
     if known < needed:
         raise UserError(f"critic.model {model} knows {known} tokens, the policy {needed}: choose one of its family")

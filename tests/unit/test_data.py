@@ -22,6 +22,7 @@ from forebay.data.prepare import PreparedData, prepare_data
 from forebay.data.read import read_source
 from forebay.data.schema import Draft, Row, prompt_id, read_rows, write_rows
 from forebay.data.split import SPLITS, split_rows
+from forebay.data.start_model import resolve_start_model
 from forebay.errors import RunError, UserError
 from forebay.rewards import load_verifier
 from forebay.run import RunContext
@@ -330,6 +331,26 @@ def test_folders_that_are_no_start_model_are_told_in_one_line(tmp_path: Path, mo
         with pytest.raises(UserError, match=words) as caught:
             prepare(tmp_path, path, source)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
+
+
+def test_a_critic_of_its_own_is_looked_at_before_anything_runs(tmp_path: Path, model: Path) -> None:
+    def resolve(critic: Path, advantage: str = "gae") -> RunContext:
+        sections: dict[str, Any] = {"algorithm": {"advantage": advantage}, "critic": {"model": str(critic)}}
+        sections |= {"model": {"path": str(model), "max_model_len": 64}, "generation": {"max_new_tokens": 32}}
+        run = run_with(tmp_path / "scratch", **sections)
+        resolve_start_model(run, ())
+        return run
+
+    critic = without(model, tmp_path / "critic", "tokenizer.json", "tokenizer_config.json")  # it needs none
+    assert resolve(critic).critic_model.resolve() == critic.resolve()
+    assert not resolve(tmp_path / "nowhere", "grpo").critic_model.is_symlink()
+    for path, words in (
+        (tmp_path / "nowhere", "critic.model .*nowhere: no such folder"),
+        (without(model, tmp_path / "c", "model.safetensors"), "critic.model .* has no weights"),
+        (without(model, tmp_path / "d", max_position_embeddings=32), "critic.model .* has only 32 positions"),
+    ):
+        with pytest.raises(UserError, match=words):
+            resolve(path)
 
 
 def test_names_that_no_hub_has_are_told_in_one_line(

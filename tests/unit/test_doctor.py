@@ -148,8 +148,8 @@ def test_a_complete_model_folder_passes_and_each_missing_part_is_named(tmp_path:
     assert doctor.check_model(settings).ok
     for part, told in (
         ("tokenizer_config.json", "no chat template"),
-        ("model.safetensors", "no weights"),
         ("tokenizer.json", "no tokenizer"),
+        ("model.safetensors", "no weights"),
         ("config.json", "no readable config.json"),
     ):
         (folder / part).unlink()

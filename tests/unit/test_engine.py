@@ -82,20 +82,21 @@ def test_a_folder_without_a_model_is_named(run: RunContext, rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_critic_is_the_start_model_or_another_that_knows_its_tokens(tmp_path: Path, rank: int) -> None:
-    ranks, other = Ranks(rank, 2, CPU, None), make_start_model(tmp_path / "other", hidden=64)  # type: ignore[arg-type]
+    ranks = Ranks(rank, 2, CPU, None)  # type: ignore[arg-type]
     run, own, small = (
         RunContext.create(parse_config({"storage": {"scratch": str(tmp_path / name)}, "critic": critic}, "test"))
-        for name, critic in (("a", {}), ("b", {"model": str(other)}), ("c", {"model": str(tmp_path / "small")}))
+        for name, critic in (("a", {}), ("b", {"model": "other"}), ("c", {"model": "small"}))
     )
     for each in (run, own, small):
         make_start_model(each.start_model)
-    make_moe(tmp_path / "small")
+    make_start_model(own.critic_model, hidden=64)
+    make_moe(small.critic_model)
     policy = engine.load_policy(run, ranks)
     assert engine.load_critic(run, ranks, policy).head.weight.shape == (1, 32)
     critic = engine.load_critic(own, ranks, policy)
     assert critic.head.weight.shape == (1, 64)
     assert all(p.is_meta for p in critic.trunk.parameters()) == (rank == 1)
-    with pytest.raises(UserError, match="knows 64 tokens, the policy 102"):
+    with pytest.raises(UserError, match=r"critic\.model small knows 64 tokens, the policy 102"):
         engine.load_critic(small, ranks, policy)
 
 
