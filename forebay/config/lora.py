@@ -9,7 +9,8 @@ from forebay.config.base import Config
 
 class LoraConfig(Config):
     """LoRA (Hu et al. 2021, arXiv 2106.09685): chosen linear layers compute with W + alpha / rank x B A; only A and B
-    are trained. Learning rates are about ten times those of a full update."""
+    are trained, and the head of a critic, which has adapters too. Learning rates are about ten times those of a full
+    update."""
 
     rank: Annotated[int, Field(gt=0)] = 16
     """Rows of A and columns of B."""

@@ -95,6 +95,8 @@ def load_critic(run: RunContext, ranks: Ranks, policy: PolicyModel) -> ValueMode
         raise UserError(f"critic.model {model} knows {known} tokens, the policy {needed}: choose one of its family")
     if hasattr(policy.lm.config, "vision_config") and not hasattr(base.lm.config, "vision_config"):
         raise UserError(f"critic.model {model} reads no images, the policy does: choose one of its family")
+    if (lora := run.config.training.lora) is not None:
+        add_adapters(base.lm, lora, run.config.seed)
     return ValueModel(base, getattr(torch, run.config.model.dtype))
 
 

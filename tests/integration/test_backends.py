@@ -63,7 +63,9 @@ PPO_CASES: dict[str, dict[str, Any]] = {
     "ppo large micro-batches": {"zero_stage": 1, "micro_batch_tokens": 300},
 }
 PPO_WORLDS = {1: ["ppo zero1", "ppo large micro-batches"], 2: ["ppo zero1", "ppo zero3", "ppo fsdp2"], 3: ["ppo zero1"]}
-PPO_RESUMED = ["ppo zero3", "ppo fsdp2"]
+PPO_LORA = {f"ppo lora {name}": {**SHARDED[name], "lora": {"rank": 4}} for name in ("zero1", "zero3", "fsdp2")}
+PPO_LORA_WORLDS = {1: ["ppo lora zero1"], 2: ["ppo lora zero3", "ppo lora fsdp2"], 3: []}
+PPO_RESUMED = ["ppo zero3", "ppo fsdp2", "ppo lora zero3"]
 
 
 @dataclass(frozen=True)
@@ -205,10 +207,11 @@ class Runs:
         if world == 2:
             cases |= {name: self._case(world, "bfloat16", options, None) for name, options in BF16.items()}
             cases |= {f"{n} resumed": self._case(world, "bfloat16", o, RESUME_AT) for n, o in BF16.items()}
-        for name in PPO_WORLDS[world]:
-            cases[name] = self._ppo(world, PPO_CASES[name], None)
+        for name in PPO_WORLDS[world] + PPO_LORA_WORLDS[world]:
+            options = {**PPO_CASES, **PPO_LORA}[name]
+            cases[name] = self._ppo(world, options, None)
             if world == 2 and name in PPO_RESUMED:
-                cases[f"{name} resumed"] = self._ppo(world, PPO_CASES[name], RESUME_AT)
+                cases[f"{name} resumed"] = self._ppo(world, options, RESUME_AT)
         job = {
             "scratch": str(self._scratch),
             "run_id": "run",
@@ -417,3 +420,13 @@ def test_a_resumed_ppo_run_is_the_same_bit_by_bit(runs: Runs, name: str) -> None
     assert (resumed["evaluated"], resumed["values"]) == (calm["evaluated"], calm["values"])
     weights = [load_file(runs._folder(2) / f"{n}.safetensors") for n in (name, f"{name} resumed")]
     assert all(torch.equal(weights[1][n], tensor) for n, tensor in weights[0].items())
+
+
+@pytest.mark.parametrize("name", PPO_LORA_WORLDS[2])
+def test_policy_and_critic_with_adapters_learn_the_same_on_every_backend(runs: Runs, name: str) -> None:
+    one, two = runs.result(1, "ppo lora zero1"), runs.result(2, name)
+    for seen in ("evaluated", "values"):
+        assert torch.tensor(two[seen]) == pytest.approx(torch.tensor(one[seen]), abs=2e-5)
+        assert torch.tensor(two[seen][-1]) != pytest.approx(torch.tensor(two[seen][0]), abs=1e-2)
+    for mine, theirs in zip(two["metrics"], one["metrics"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=2e-5)

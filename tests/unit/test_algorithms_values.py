@@ -43,6 +43,16 @@ def test_worked_examples(value: float, target: float, loss: float, clipped: bool
     assert flags.tolist() == [clipped]
 
 
+def test_no_token_is_flagged_for_a_rounding() -> None:
+    """old + (value - old) is not always the value."""
+    rng = np.random.default_rng(1)
+    old, moved, target = (torch.from_numpy(rng.normal(0, s, 5000).astype(np.float32)) for s in (10.0, 0.1, 10.0))
+    values = old + moved
+    assert not bool((old + (values - old) == values).all())
+    _, clipped = value_loss(values, old, target, 1.0)
+    assert not bool(clipped.any())
+
+
 def test_no_tokens() -> None:
     loss, clipped = value_loss(*torch.zeros(3, 0), CLIP)
     assert loss.shape == clipped.shape == (0,)
