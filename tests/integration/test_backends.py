@@ -25,7 +25,7 @@ from tests.support import ppo_reference
 from tests.support.control_stub import ControlStub
 from tests.support.tiny_lm import VOCABULARY, make_start_model
 
-DEADLINE_S = 240
+DEADLINE_S = 480
 LEARNING_RATE, WARMUP, MINIMUM, WEIGHT_DECAY, CLIP, TEMPERATURE = 2e-3, 2, 0.1, 0.1, 0.5, 0.8
 SHARD_BYTES = 30_000
 LONE_STEP, EMPTY_STEP, STEPS, RESUME_AT = 2, 4, 6, 3
@@ -65,7 +65,7 @@ PPO_CASES: dict[str, dict[str, Any]] = {
 PPO_WORLDS = {1: ["ppo zero1", "ppo large micro-batches"], 2: ["ppo zero1", "ppo zero3", "ppo fsdp2"], 3: ["ppo zero1"]}
 PPO_LORA = {f"ppo lora {name}": {**SHARDED[name], "lora": {"rank": 4}} for name in ("zero1", "zero3", "fsdp2")}
 PPO_LORA_WORLDS = {1: ["ppo lora zero1"], 2: ["ppo lora zero3", "ppo lora fsdp2"], 3: []}
-PPO_RESUMED = ["ppo zero3", "ppo fsdp2", "ppo lora zero3"]
+PPO_RESUMED = ["ppo zero3", "ppo fsdp2"]
 
 
 @dataclass(frozen=True)
