@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from forebay.adapters import base_digests
 from forebay.config import LoraConfig, parse_config
@@ -34,7 +34,9 @@ def model(tmp_path: Path) -> Path:
 
 
 def load(folder: Path) -> PreTrainedModel:
-    lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    vision = "vision_config" in json.loads((folder / "config.json").read_text())
+    kind: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    lm: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32)
     return lm
 
 
@@ -160,9 +162,14 @@ def published(lm: PreTrainedModel, model: Path, folder: Path) -> SnapshotUpdate:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("architecture", "layers"), [("qwen3", 14), ("qwen3_moe", 8), ("qwen2_5_vl", 14)])
 def test_an_engine_makes_of_an_adapter_what_the_trainer_would_have_merged(
-    model: Path, tmp_path: Path, dtype: torch.dtype
+    tmp_path: Path, architecture: str, layers: int, dtype: torch.dtype
 ) -> None:
+    """Names are those of the files, whatever they are in memory."""
+    model = tmp_path / "start"
+    model.mkdir()
+    save_random_model(architecture, 0, model)
     lm = adapted(model)
     update = published(lm, model, tmp_path / "v1")
     assert sorted(p.name for p in (tmp_path / "v1").iterdir()) == ["adapter_model.safetensors", "manifest.json"]
@@ -171,7 +178,8 @@ def test_an_engine_makes_of_an_adapter_what_the_trainer_would_have_merged(
     expected = dict(item for shard in shards for item in shard)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert sum(not torch.equal(t.to(dtype), found[n]) for n, t in load_file(model / "model.safetensors").items()) == 14
+    files = load_file(model / "model.safetensors")
+    assert sum(not torch.equal(tensor.to(dtype), found[name]) for name, tensor in files.items()) == layers
 
 
 def _another_base(folder: Path, model: Path) -> None:
