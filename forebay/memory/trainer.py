@@ -19,6 +19,7 @@ b P / R of them below ZeRO-3).
 gradients are 2 P: ours are summed over micro-batches in float32.)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forebay.config import RunConfig
@@ -50,17 +51,33 @@ class _Model:
 def trainer_memory(config: RunConfig, architecture: Architecture | None = None) -> FleetMemory:
     """The trainer's fleet. `architecture`: of the model, if it is at hand. Raises `UserError` for an unknown model."""
     a = architecture or architecture_of(config.model.path)
-    lora, trained, total = config.training.lora, a.parameters, a.parameters
-    if lora is not None:
-        trained = a.adapter_parameters(lora.rank, lora.targets)
-        total += trained
+    models = [_policy(config, a), *_critic(config, a)]
     items = [
-        *_states(config, _Model(total, trained, a.largest_layer, a.outside_layers)),
+        *(item for model in models for item in _states(config, model)),
         *_reference(config, a),
         *_activations(config, a),
-        *_host_copies(config, a, trained),
+        *_host_copies(config, a, models),
     ]
     return FleetMemory("trainer", config.training.ranks, present(items))
+
+
+def _policy(config: RunConfig, a: Architecture) -> _Model:
+    lora = config.training.lora
+    if lora is None:
+        return _Model(a.parameters, a.parameters, a.largest_layer, a.outside_layers)
+    adapters = a.adapter_parameters(lora.rank, lora.targets)
+    return _Model(a.parameters + adapters, adapters, a.largest_layer, a.outside_layers)
+
+
+def _critic(config: RunConfig, a: Architecture) -> list[_Model]:
+    """The trunk of a model and a number for each token. It is trained after the policy, batch by batch: its activations
+    take the room of the policy's."""
+    if config.algorithm.advantage != "gae":
+        return []
+    c = architecture_of(config.critic.model) if config.critic.model else a
+    head = 0 if c.tied else c.embedding
+    size = c.parameters - head + c.hidden + 1
+    return [_Model(size, size, c.largest_layer, c.outside_layers - head, "critic")]
 
 
 def stage_of(config: RunConfig) -> int:
@@ -94,10 +111,10 @@ def _states(config: RunConfig, model: _Model) -> list[Item]:
     ]
     how = f"float32, {kind} over {ranks}"
     if offload == "none" or stage == 4:
-        return [_placed(f"{name}gradients", gradients, offload == "all", here, how), *items]
+        return [items[0], _placed(f"{name}gradients", gradients, offload == "all", here, how), *items[1:]]
     # DeepSpeed sums them up in one buffer and hands them to the optimizer in another.
     own, passing = (b * trained if stage == 1 else 0.0), 8.0 * trained / ranks + b * trained / ranks * (stage < 3)
-    return [Item(f"{name}gradients", own, here * passing, how), *items]
+    return [items[0], Item(f"{name}gradients", own, here * passing, how), *items[1:]]
 
 
 def _placed(name: str, nbytes: float, off: bool, here: int, how: str) -> Item:
@@ -127,8 +144,9 @@ def _gathered_how(stage: int) -> str:
 
 
 def _reference(config: RunConfig, a: Architecture) -> list[Item]:
-    """Whole on every rank; between batches in CPU memory if it is offloaded, but on the device while it computes."""
-    if config.algorithm.kl == "none" or config.training.lora is not None:  # the model without its adapters
+    """Whole on every rank; between batches in CPU memory if it is offloaded, but on the device while it computes. With
+    adapters it is the policy without them."""
+    if config.algorithm.kl == "none" or config.training.lora is not None:
         return []
     nbytes = float(ITEMSIZE[config.model.dtype] * a.parameters)
     here = min(config.training.ranks, config.hardware.devices_per_host)
@@ -166,14 +184,15 @@ def recomputes(config: RunConfig, a: Architecture) -> bool:
     return a.parameters >= RECOMPUTE_FROM if chosen == "auto" else chosen
 
 
-def _host_copies(config: RunConfig, a: Architecture, trained: int) -> list[Item]:
+def _host_copies(config: RunConfig, a: Architecture, models: Sequence[_Model]) -> list[Item]:
     """What rank 0's host, and each host, holds for the disk."""
-    b, ranks = ITEMSIZE[config.model.dtype], config.training.ranks
-    here = min(ranks, config.hardware.devices_per_host)
-    saved = 12.0 * trained / ranks * (here if stage_of(config) else ranks)
-    lora = config.training.lora
-    snapshot = FLOAT32 * trained if lora and lora.publish == "adapter" else b * a.parameters
+    lora, ranks = config.training.lora, config.training.ranks
+    snapshot = float(ITEMSIZE[config.model.dtype] * a.parameters)
+    if lora is not None and lora.publish == "adapter":
+        snapshot = float(FLOAT32 * models[0].trainable)
+    here = min(ranks, config.hardware.devices_per_host) if stage_of(config) else ranks
+    saved = 12.0 * sum(model.trainable for model in models) / ranks * here
     return [
-        Item("snapshot", 0.0, float(snapshot), "the copy that is written while training goes on"),
+        Item("snapshot", 0.0, snapshot, "the copy that is written while training goes on"),
         Item("checkpoint", 0.0, saved, "copies of float32 weights and moments, until written"),
     ]

@@ -262,6 +262,15 @@ def test_stages_ranks_and_offloading_place_the_states() -> None:
     assert (part(sharded, "gradients"), part(sharded, "optimizer")) == pytest.approx((3.75, 11.24), abs=0.01)
 
 
+def test_a_critic_is_trained_like_the_policy_without_its_head() -> None:
+    config = profile(
+        model={"path": "Qwen/Qwen2-7B"}, training={"zero_stage": 3, "ranks": 4}, algorithm={"advantage": "gae"}
+    )
+    size = 7_615_616_512 - 152_064 * 3584 + 3584 + 1
+    assert part(config, "critic optimizer") == pytest.approx(12 * size / 4 / GIB)
+    assert part(config, "critic weights") == pytest.approx(2 * size / 4 / GIB)
+
+
 def test_what_fits_has_no_problem_and_what_does_not_says_what_would() -> None:
     assert dry_run(profile(training={"ranks": 2, "zero_stage": 2})).problems == ()
     (problem,) = dry_run(
