@@ -64,7 +64,8 @@ def trainer_memory(config: RunConfig, architecture: Architecture | None = None) 
 def _policy(config: RunConfig, a: Architecture) -> _Model:
     lora = config.training.lora
     if lora is None:
-        return _Model(a.parameters, a.parameters, a.largest_layer, a.outside_layers)
+        frozen = a.vision.parameters if a.vision and config.training.freeze_vision else 0
+        return _Model(a.parameters, a.parameters - frozen, a.largest_layer, a.outside_layers)
     adapters = a.adapter_parameters(lora.rank, lora.targets)
     return _Model(a.parameters + adapters, adapters, a.largest_layer, a.outside_layers)
 

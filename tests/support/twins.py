@@ -50,6 +50,13 @@ TWINS: dict[str, tuple[str, ...]] = {
         "training.steps=4",
         "algorithm.overlong_buffer=12",
     ),
+    "qwen2_5_vl_7b_geo3k": (
+        "model.path=builtin:random-qwen2_5_vl",
+        "data.source=builtin:shapes",
+        "control.sync_every=2",
+        "control.require_batches=2",
+        "training.steps=4",
+    ),
     "qwen2_7b_ppo": ("model.path=builtin:random-qwen2", SUMS, "generation.group_size=1"),
     "qwen3_30b_a3b_asp": ("model.path=builtin:random-qwen3_moe", SUMS, "training.ranks=2"),
     "qwen3_32b_asp": (

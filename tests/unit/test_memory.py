@@ -262,6 +262,14 @@ def test_stages_ranks_and_offloading_place_the_states() -> None:
     assert (part(sharded, "gradients"), part(sharded, "optimizer")) == pytest.approx((3.75, 11.24), abs=0.01)
 
 
+def test_a_frozen_vision_tower_has_no_gradients() -> None:
+    values = {"path": "Qwen/Qwen2.5-VL-7B-Instruct"}
+    whole, frozen = (profile(model=values, training={"freeze_vision": f, "zero_stage": 2}) for f in (False, True))
+    tower = 8_292_166_656 - 7_615_616_512
+    assert part(whole, "optimizer") - part(frozen, "optimizer") == pytest.approx(12 * tower / GIB)
+    assert part(whole, "weights") == part(frozen, "weights")
+
+
 def test_a_critic_is_trained_like_the_policy_without_its_head() -> None:
     config = profile(
         model={"path": "Qwen/Qwen2-7B"}, training={"zero_stage": 3, "ranks": 4}, algorithm={"advantage": "gae"}
@@ -307,7 +315,15 @@ def test_each_thing_that_does_not_fit_is_named(sections: dict[str, Any], message
     assert any(re.search(message, problem) for problem in dry_run(config).problems)
 
 
-PROFILES = ["qwen3_4b_grpo", "qwen2_5_math_7b_dapo", "qwen3_30b_a3b_asp", "qwen3_32b_asp"]
+PROFILES = [
+    "qwen2_5_math_7b_dapo",
+    "qwen2_5_vl_7b_geo3k",
+    "qwen2_7b_ppo",
+    "qwen3_30b_a3b_asp",
+    "qwen3_32b_asp",
+    "qwen3_4b_grpo",
+    "telecom_retrain",
+]
 
 
 @pytest.mark.parametrize("name", PROFILES)
