@@ -78,7 +78,10 @@ def _critic(config: RunConfig, a: Architecture) -> list[_Model]:
     c = architecture_of(config.critic.model) if config.critic.model else a
     head = 0 if c.tied else c.embedding
     size = c.parameters - head + c.hidden + 1
-    return [_Model(size, size, c.largest_layer, c.outside_layers - head, "critic")]
+    if (lora := config.training.lora) is None:
+        return [_Model(size, size, c.largest_layer, c.outside_layers - head, "critic")]
+    adapters = c.adapter_parameters(lora.rank, lora.targets)
+    return [_Model(size + adapters, adapters + c.hidden + 1, c.largest_layer, c.outside_layers - head, "critic")]
 
 
 def stage_of(config: RunConfig) -> int:

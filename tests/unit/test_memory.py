@@ -279,6 +279,14 @@ def test_a_critic_is_trained_like_the_policy_without_its_head() -> None:
     assert part(config, "critic weights") == pytest.approx(2 * size / 4 / GIB)
 
 
+def test_a_critic_under_lora_trains_adapters_and_its_head() -> None:
+    values = {"model": {"path": "Qwen/Qwen2-7B"}, "algorithm": {"advantage": "gae"}}
+    config = profile(training={"zero_stage": 3, "ranks": 4, "lora": {"rank": 8}}, **values)
+    assert part(config, "critic optimizer") == pytest.approx(part(config, "optimizer") + 12 * 3585 / 4 / GIB)
+    full = profile(training={"zero_stage": 3, "ranks": 4}, **values)
+    assert part(config, "critic weights") > part(full, "critic weights")
+
+
 def test_what_fits_has_no_problem_and_what_does_not_says_what_would() -> None:
     assert dry_run(profile(training={"ranks": 2, "zero_stage": 2})).problems == ()
     (problem,) = dry_run(
