@@ -373,14 +373,27 @@ class TrainingConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """Start model against trained model, greedy, on the test split."""
+    """Start model against trained model on the test split."""
 
     prompts: Positive = 512
     """At most so many test prompts."""
+    samples: Positive = 1
+    """Responses to each prompt, k: the score is then avg@k, and pass@k and maj@k stand beside it."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0: greedy."""
     examples: Natural = 4
     """Examples in the report."""
     timeout_s: Seconds = 600.0
     """For one model's evaluation."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"evaluation.samples ({self.samples}) at temperature 0 would all be the same: set "
+                "evaluation.temperature, 1.0 for the policy as it is, or evaluation.samples=1"
+            )
+        return self
 
 
 class StorageConfig(Config):

@@ -7,6 +7,7 @@ Invariants:
 """
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,18 @@ _ATTEMPTS = 4
 _RETRY_PAUSE_S = 0.2
 
 
-class GreedyEngine(Protocol):
+class ExaminedEngine(Protocol):
     """What the examination needs of an engine."""
 
-    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample: ...
+    async def respond(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        images: Sequence[str],
+        count: int,
+        temperature: float,
+        seed: int,
+    ) -> list[Sample]: ...
 
     async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord: ...
 
@@ -37,7 +46,7 @@ class Engines(Protocol):
     """What the examination needs of the fleet."""
 
     @property
-    def engines(self) -> Sequence[GreedyEngine]: ...
+    def engines(self) -> Sequence[ExaminedEngine]: ...
 
     def alive(self, i: int) -> bool: ...
 
@@ -54,11 +63,17 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """One model's answer to one prompt. `reward` is None if it could not be had, for `reason`."""
+    """One model's `evaluation.samples` responses to one prompt. `rewards` are None if one of them could not be had, for
+    `reason`."""
 
-    sample: Sample | None
-    reward: float | None
+    samples: Sequence[Sample]
+    rewards: Sequence[float] | None
     reason: str = ""
+
+    @property
+    def reward(self) -> float | None:
+        """The mean: avg@k."""
+        return None if self.rewards is None else math.fsum(self.rewards) / len(self.rewards)
 
 
 class Examiner:
@@ -88,7 +103,10 @@ class Examiner:
                         break
 
     async def answer_all(self, rows: Sequence[Row], who: str) -> list[Answer]:
-        """One greedy answer for each row, in order; raises `DeadlineError` and `RunError`. `who` names the model."""
+        """One answer for each row, in order; the same seeds whoever is asked. `who` names the model.
+
+        Raises `DeadlineError` and `RunError`.
+        """
         answers: list[Answer | None] = [None] * len(rows)
         todo = deque(range(len(rows)))
         attempts: Counter[int] = Counter()
@@ -125,30 +143,33 @@ class Examiner:
             place = todo.popleft()
             attempts[place] += 1
             try:
-                answers[place] = await self._answer(i, rows[place])
+                answers[place] = await self._answer(i, rows[place], place)
             except EngineFailure as error:
                 if attempts[place] == _ATTEMPTS:
                     raise RunError(f"evaluation: a prompt failed {_ATTEMPTS} times: {error}") from None
                 todo.append(place)
                 await self._repair(i, error)
 
-    async def _answer(self, i: int, row: Row) -> Answer:
-        limits = self._config.generation.max_new_tokens, self._config.model.max_model_len - len(row.prompt_ids)
-        sample = None
+    async def _answer(self, i: int, row: Row, place: int) -> Answer:
+        config, samples = self._config, list[Sample]()
+        most = min(config.generation.max_new_tokens, config.model.max_model_len - len(row.prompt_ids))
+        asked = config.evaluation
         try:
             with self._wait(f"engine {i}"):
-                sample = await self._fleet.engines[i].greedy(row.prompt_ids, min(limits), row.images)
-            self._check_version(i, sample)
+                samples = await self._fleet.engines[i].respond(
+                    row.prompt_ids, most, row.images, asked.samples, asked.temperature, config.seed + place
+                )
+            self._check_versions(i, samples)
             with self._wait("the reward workers"):
-                finished = sample.finish_reason == "stop"
-                (reward,) = await self._scorer.score([(sample.ids, finished)], row.answer, row.prompt, row.verifier)
+                responses = [(sample.ids, sample.finish_reason == "stop") for sample in samples]
+                rewards = await self._scorer.score(responses, row.answer, row.prompt, row.verifier)
         except DataError as error:
-            return Answer(sample, None, str(error))
-        return Answer(sample, reward)
+            return Answer(samples, None, str(error))
+        return Answer(samples, rewards)
 
-    def _check_version(self, i: int, sample: Sample) -> None:
+    def _check_versions(self, i: int, samples: Sequence[Sample]) -> None:
         wanted = self._snapshot.version if self._snapshot else 0
-        found = {span.version for span in sample.versions}
+        found = {span.version for sample in samples for span in sample.versions}
         if found != {wanted}:
             # It was restarted under this request, or in between, and had not loaded the weights yet.
             raise EngineFailure(f"engine {i} answered with weights of version {sorted(found)}, not {wanted}")

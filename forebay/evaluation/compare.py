@@ -4,6 +4,11 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+RESAMPLES = 10_000
+SIGNIFICANT = 0.05
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -19,6 +24,8 @@ class Comparison:
     """Prompts whose reward fell."""
     p_value: float
     """Two-sided, exact: how often chance alone would split the changed prompts at least as unevenly."""
+    interval: tuple[float, float]
+    """95% bootstrap interval of the mean paired difference, after - before."""
 
 
 def compare(before: Sequence[float], after: Sequence[float]) -> Comparison:
@@ -28,7 +35,25 @@ def compare(before: Sequence[float], after: Sequence[float]) -> Comparison:
     gained = sum(b < a for b, a in zip(before, after, strict=True))
     lost = sum(b > a for b, a in zip(before, after, strict=True))
     n = len(before)
-    return Comparison(n, math.fsum(before) / n, math.fsum(after) / n, gained, lost, sign_test(gained, lost))
+    means = math.fsum(before) / n, math.fsum(after) / n
+    return Comparison(n, *means, gained, lost, sign_test(gained, lost), bootstrap(before, after))
+
+
+def bootstrap(before: Sequence[float], after: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """95% percentile interval of the mean paired difference: prompts are drawn with replacement, `RESAMPLES` times
+    (Efron 1979). A draw only says how often each distinct difference came, so its cost is their number, not n."""
+    differences = np.subtract(after, before, dtype=np.float64)
+    values, counts = np.unique(differences, return_counts=True)
+    drawn = np.random.default_rng(seed).multinomial(differences.size, counts / differences.size, RESAMPLES)
+    low, high = np.percentile(drawn @ values / differences.size, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def verdict(p_value: float, before: float, after: float) -> str:
+    """In words, for people: never more than the test says."""
+    if p_value >= SIGNIFICANT:
+        return "no evidence of change"
+    return "better after training" if after > before else "worse after training" if after < before else "changed"
 
 
 def sign_test(gained: int, lost: int) -> float:

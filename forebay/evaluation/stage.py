@@ -1,4 +1,4 @@
-"""`evaluate`: the start model against the trained model, greedy, on the held-out test prompts.
+"""`evaluate`: the start model against the trained model on the held-out test prompts.
 
 Invariants:
 - Both models answer the same prompts on the same engines, one after the other, and the pairs are compared.
@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,11 +27,23 @@ from forebay.data.schema import Row, read_rows
 from forebay.errors import RunError, UserError
 from forebay.evaluation.answers import Answer, Examiner
 from forebay.evaluation.compare import by_category, compare, pick_examples
+from forebay.evaluation.metrics import majority, pass_at, powers_of_two
 from forebay.generation.fleet import Fleet
 from forebay.launch.cores import plan_cores
+from forebay.rewards.extract import final_answer
 from forebay.rewards.pool import RewardPool
 from forebay.rewards.tally import Tally
 from forebay.run import RunContext
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Of several responses to each prompt, means over the prompts; the model's mean reward is avg@k."""
+
+    pass_at: dict[str, float]
+    """k -> unbiased chance that one of k responses is right."""
+    majority: float
+    """maj@k: the reward of the most frequent final answer."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class EvaluationResult:
     """Prompts whose reward fell."""
     p_value: float
     """Exact two-sided sign test on the pairs (McNemar's, where rewards are 0 and 1)."""
+    interval: tuple[float, float]
+    """95% bootstrap interval of the mean difference of the pairs."""
     mean_length_before: float
     """Tokens of a response."""
     mean_length_after: float
@@ -59,6 +74,17 @@ class EvaluationResult:
     """Built-in maze only: side length -> (prompts, before, after)."""
     examples: list[dict[str, Any]]
     """Of each: prompt, before, after (texts), before_reward, after_reward."""
+    samples: int
+    """Responses to each prompt."""
+    temperature: float
+    sampled_before: Sampled | None
+    """None with one response to a prompt."""
+    sampled_after: Sampled | None
+    rules_before: dict[str, int]
+    """How the final answer was found (`forebay.rewards.extract`) -> responses."""
+    rules_after: dict[str, int]
+    test_sha256: str
+    """Of `test.parquet`: the same prompts, the same digest."""
 
 
 def evaluate(run: RunContext) -> EvaluationResult:
@@ -72,9 +98,8 @@ def evaluate(run: RunContext) -> EvaluationResult:
         raise UserError(f"{test}: no test prompts to evaluate on; raise data.test_prompts")
     decode = _decoder(run.start_model)
     before, after = asyncio.run(_examine(run, rows, trained_snapshot(run)))
-    texts = [[decode(a.sample.ids) if a.sample else "" for a in answers] for answers in (before, after)]
-    samples = [_record(*pair) for pair in zip(rows, before, after, *texts, strict=True)]
-    result = summarize(run, samples)
+    samples = [_record(*pair, decode) for pair in zip(rows, before, after, strict=True)]
+    result = summarize(run, samples, hashlib.sha256(test.read_bytes()).hexdigest())
     pq.write_table(pa.Table.from_pylist(samples), run.root / "evaluation_samples.parquet")
     (run.root / "evaluation.json").write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
     return result
@@ -93,7 +118,7 @@ def trained_snapshot(run: RunContext) -> Snapshot:
     return Snapshot(version, str(run.trained_model), hashlib.sha256(data).hexdigest())
 
 
-def summarize(run: RunContext, samples: Sequence[dict[str, Any]]) -> EvaluationResult:
+def summarize(run: RunContext, samples: Sequence[dict[str, Any]], test_sha256: str) -> EvaluationResult:
     """The comparison of the samples (rows of `evaluation_samples.parquet`) that both models' rewards are known of."""
     scored = [s for s in samples if s["before_reward"] is not None and s["after_reward"] is not None]
     if not scored:
@@ -115,7 +140,28 @@ def summarize(run: RunContext, samples: Sequence[dict[str, Any]]) -> EvaluationR
             {key: scored[i][key] for key in ("prompt", "before", "after", "before_reward", "after_reward")}
             for i in shown
         ],
+        samples=run.config.evaluation.samples,
+        temperature=run.config.evaluation.temperature,
+        sampled_before=_sampled(scored, "before"),
+        sampled_after=_sampled(scored, "after"),
+        rules_before=_rules(scored, "before"),
+        rules_after=_rules(scored, "after"),
+        test_sha256=test_sha256,
     )
+
+
+def _sampled(scored: Sequence[dict[str, Any]], side: str) -> Sampled | None:
+    rewards = [s[f"{side}_rewards"] for s in scored]
+    if (n := len(rewards[0])) == 1:
+        return None
+    return Sampled(
+        {str(k): statistics.fmean(pass_at(k, own) for own in rewards) for k in powers_of_two(n)},
+        statistics.fmean(majority(s[f"{side}_answers"], s[f"{side}_rewards"]) for s in scored),
+    )
+
+
+def _rules(scored: Sequence[dict[str, Any]], side: str) -> dict[str, int]:
+    return dict(Counter(rule for s in scored for rule in s[f"{side}_rules"]).most_common())
 
 
 async def _examine(run: RunContext, rows: Sequence[Row], trained: Snapshot) -> tuple[list[Answer], list[Answer]]:
@@ -141,16 +187,20 @@ def _decoder(model: Path) -> Callable[[Sequence[int]], str]:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-def _record(row: Row, before: Answer, after: Answer, before_text: str, after_text: str) -> dict[str, Any]:
-    """One row of `evaluation_samples.parquet`."""
+def _record(row: Row, before: Answer, after: Answer, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """One row of `evaluation_samples.parquet`; of several responses `before` and `after` are the first one's text."""
     record: dict[str, Any] = {"prompt_id": row.prompt_id, "prompt": row.prompt, "answer": row.answer}
-    for side, answer, text in (("before", before, before_text), ("after", after, after_text)):
-        sample = answer.sample
+    for side, answer in (("before", before), ("after", after)):
+        texts = [decode(sample.ids) for sample in answer.samples]
+        found = [final_answer(text) for text in texts]
         record |= {
-            side: text,
+            side: texts[0] if texts else "",
             f"{side}_reward": answer.reward,
-            f"{side}_length": len(sample.ids) if sample else None,
-            f"{side}_truncated": sample.finish_reason == "length" if sample else None,
+            f"{side}_length": statistics.fmean(len(s.ids) for s in answer.samples) if texts else None,
+            f"{side}_truncated": sum(s.finish_reason == "length" for s in answer.samples) if texts else None,
+            f"{side}_rewards": list(answer.rewards or ()),
+            f"{side}_answers": [one.text or text.strip() for one, text in zip(found, texts, strict=True)],
+            f"{side}_rules": [one.rule for one in found],
         }
     return record | {"reason": before.reason or after.reason}
 

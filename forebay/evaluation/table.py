@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forebay.data.maze import Maze, cell_name, read_prompt
+from forebay.evaluation.compare import verdict
 
 if TYPE_CHECKING:
     from forebay.evaluation.stage import EvaluationResult
@@ -21,12 +22,18 @@ def evaluation_markdown(result: "EvaluationResult") -> str:
         f"| mean reward, {result.n} test prompts | {score_text(result.before)} | **{score_text(result.after)}** |",
         f"| mean response length (tokens) | {result.mean_length_before:.1f} | {result.mean_length_after:.1f} |",
         f"| responses cut at the limit | {result.truncated_before} | {result.truncated_after} |",
+        *_sampled(result),
     ]
     sizes = sorted(result.by_size.items(), key=lambda item: int(item[0]))
     lines += [f"| mazes {s} x {s} ({n} prompts) | {score_text(b)} | {score_text(a)} |" for s, (n, b, a) in sizes]
     lines += [
         "",
-        f"{result.gained} prompts gained, {result.lost} lost; exact paired sign test: {p_text(result.p_value)}",
+        f"**{verdict(result.p_value, result.before, result.after)}**: {result.gained} prompts gained, {result.lost} "
+        f"lost; exact paired sign test: {p_text(result.p_value)}; difference {result.after - result.before:+.3f}, 95% "
+        f"bootstrap interval {result.interval[0]:+.3f} to {result.interval[1]:+.3f}.",
+        "",
+        f"{_how(result)} Final answers found by: {_rules(result.rules_before)}; trained: {_rules(result.rules_after)}. "
+        f"SHA-256 of test.parquet: `{result.test_sha256[:16]}`.",
     ]
     if result.left_out:
         lines += ["", f"{result.left_out} prompts could not be scored and are left out of both sides."]
@@ -34,6 +41,24 @@ def evaluation_markdown(result: "EvaluationResult") -> str:
         lines += ["", "### Examples", "", "In turn, as far as there are such: gained, lost, good in both, bad in both."]
         lines += [line for number, example in enumerate(result.examples, 1) for line in _example(number, example)]
     return "\n".join(lines) + "\n"
+
+
+def _sampled(result: "EvaluationResult") -> list[str]:
+    before, after = result.sampled_before, result.sampled_after
+    if before is None or after is None:
+        return []
+    lines = [f"| pass@{k} | {score_text(b)} | {score_text(after.pass_at[k])} |" for k, b in before.pass_at.items()]
+    return [*lines, f"| maj@{result.samples} | {score_text(before.majority)} | {score_text(after.majority)} |"]
+
+
+def _how(result: "EvaluationResult") -> str:
+    if result.temperature == 0:
+        return "Greedy."
+    return f"{result.samples} responses to a prompt at temperature {result.temperature:g}: the mean reward is avg@k."
+
+
+def _rules(rules: Mapping[str, int]) -> str:
+    return ", ".join(f"{rule} {count}" for rule, count in rules.items()) or "none"
 
 
 def score_text(reward: float) -> str:

@@ -107,11 +107,26 @@ class VllmEngine:
 
     async def greedy(self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample:
         """The most likely token at every step."""
-        response = Response(NOTHING, max_tokens, len(prompt_ids))
-        sampling = {"n": 1, "temperature": 0.0, "max_tokens": max_tokens}
+        (sample,) = await self.respond(prompt_ids, max_tokens, images, count=1, temperature=0.0, seed=0)
+        return sample
+
+    async def respond(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        images: Sequence[str],
+        count: int,
+        temperature: float,
+        seed: int,
+    ) -> list[Sample]:
+        """`count` responses from the first token on."""
+        responses = [Response(NOTHING, max_tokens, len(prompt_ids)) for _ in range(count)]
+        sampling = {"n": count, "temperature": temperature, "max_tokens": max_tokens}
+        if temperature:
+            sampling["seed"] = seed * SEEDS_PER_REQUEST % 2**63
         body = _body(prompt_ids, self._features(prompt_ids, images), sampling)
-        await self._sample([(body, [response])], [response])
-        return response.sample()
+        await self._sample([(body, responses)], responses)
+        return [response.sample() for response in responses]
 
     async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
         """Stage and verify while decoding goes on, then swap as `mode` says, all within one call to the engine.

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from forebay.evaluation.compare import verdict
 from forebay.evaluation.table import evaluation_markdown, p_text, score_text
 from forebay.run import RunContext
 from forebay.telemetry.metrics import Metrics, read_metrics, series
@@ -46,7 +47,7 @@ def write_report(run: RunContext, summary: Mapping[str, Any]) -> Path:
     panels: list[tuple[str, Callable[[Axes], bool]]] = [
         ("Reward of the sampled groups", lambda ax: _draw_reward(ax, metrics)),
         ("Step time", lambda ax: _draw_step_time(ax, metrics)),
-        ("Held-out test prompts, greedy", lambda ax: _draw_evaluation(ax, summary)),
+        ("Held-out test prompts", lambda ax: _draw_evaluation(ax, summary)),
         ("Groups in the pipeline", lambda ax: _draw_queue(ax, metrics)),
         ("Staleness of trained groups", lambda ax: _draw_staleness(ax, groups, summary)),
         ("Response length: predicted, actual", lambda ax: _draw_lengths(ax, profile, groups, summary)),
@@ -72,7 +73,8 @@ def report_markdown(summary: Mapping[str, Any], evaluation: "EvaluationResult | 
         lines += [f"> {_one_line(str(summary['error']))}", ""]
     if evaluation is not None:
         change = f"{score_text(evaluation.before)} -> **{score_text(evaluation.after)}**"
-        lines += [f"Held-out prompts: {change} ({evaluation.n} prompts, {p_text(evaluation.p_value)})", ""]
+        said = verdict(evaluation.p_value, evaluation.before, evaluation.after)
+        lines += [f"Held-out prompts: {change}, {said} ({evaluation.n} prompts, {p_text(evaluation.p_value)})", ""]
         if evaluation.by_size:
             lines += [f"*{TOY_NOTE}*", ""]
     numbers = _key_numbers(summary)

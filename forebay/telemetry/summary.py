@@ -72,6 +72,8 @@ def build_summary(
             "before": _finite(evaluation.before),
             "after": _finite(evaluation.after),
             "p_value": _finite(evaluation.p_value),
+            "interval": [_finite(end) for end in evaluation.interval],
+            "test_sha256": evaluation.test_sha256,
         },
         "step_time_s": _finite(statistics.median(trained.step_times)) if trained.step_times else None,
         "train_wait_ratio": _finite(wait_s / step_s) if step_s > 0 else None,

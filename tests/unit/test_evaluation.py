@@ -1,7 +1,9 @@
 """The comparison against an independent reference; the examination against engines that misbehave."""
 
 import asyncio
+import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -9,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest
+from scipy.stats import binomtest, norm
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -33,7 +36,8 @@ from forebay.data.schema import Row, prompt_id, write_rows
 from forebay.errors import DataError, DeadlineError, RunError, UserError
 from forebay.evaluation import stage
 from forebay.evaluation.answers import Answer, Examiner
-from forebay.evaluation.compare import by_category, compare, pick_examples, sign_test
+from forebay.evaluation.compare import bootstrap, by_category, compare, pick_examples, sign_test, verdict
+from forebay.evaluation.metrics import majority, pass_at, powers_of_two
 from forebay.evaluation.stage import evaluate, trained_snapshot
 from forebay.evaluation.table import draw_maze, evaluation_markdown, mark_walk, p_text
 from forebay.run import RunContext
@@ -48,6 +52,42 @@ TRAINED = Snapshot(3, "somewhere", "0" * 64)
 def test_the_sign_test_is_scipys_exact_binomial(gained: int, lost: int) -> None:
     reference = binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
     assert sign_test(gained, lost) == pytest.approx(reference, rel=1e-9, abs=0)
+
+
+def test_the_bootstrap_interval_is_that_of_a_plain_loop_and_of_theory() -> None:
+    rng = np.random.default_rng(1)
+    before, after = rng.random(400) < 0.4, rng.random(400) < 0.5
+    differences = after.astype(float) - before
+    low, high = bootstrap(before, after)
+    drawn = [rng.choice(differences, 400).mean() for _ in range(4000)]
+    assert (low, high) == pytest.approx(tuple(np.percentile(drawn, [2.5, 97.5])), abs=0.006)
+    half = norm.ppf(0.975) * differences.std() / 20
+    assert (low, high) == pytest.approx((differences.mean() - half, differences.mean() + half), abs=0.006)
+    assert bootstrap([0.25] * 9, [0.75] * 9) == (0.5, 0.5)
+
+
+def test_the_verdict_says_no_more_than_the_test() -> None:
+    assert verdict(0.05, 0.1, 0.9) == "no evidence of change"
+    assert verdict(0.01, 0.1, 0.2) == "better after training"
+    assert verdict(0.01, 0.3, 0.2) == "worse after training"
+
+
+@given(rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=7), k=st.integers(1, 7))
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_right_answer(rewards: list[float], k: int) -> None:
+    if k > len(rewards):
+        with pytest.raises(ValueError, match="is not defined"):
+            pass_at(k, rewards)
+        return
+    subsets = list(itertools.combinations(rewards, k))
+    assert pass_at(k, rewards) == pytest.approx(sum(1.0 in subset for subset in subsets) / len(subsets))
+
+
+def test_the_majority_is_of_answers_and_ties_are_drawn() -> None:
+    assert majority(["4", "5", "4"], [0.0, 1.0, 0.0]) == 0.0
+    assert majority(["4", "5"], [1.0, 0.0]) == 0.5
+    assert majority(["", "", "7"], [0.0, 0.0, 1.0]) == 1.0
+    assert majority(["", ""], [1.0, 1.0]) == 0.0
+    assert [powers_of_two(n) for n in (1, 6, 8)] == [[1], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 def test_the_sign_test_by_hand_and_far_out() -> None:
@@ -108,7 +148,9 @@ class FakeEngine:
         self.running = self.most_running = 0
         self.limits: list[int] = []
 
-    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample:
+    async def respond(
+        self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str], count, *_
+    ) -> list[Sample]:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         self.limits.append(max_tokens)
@@ -120,7 +162,7 @@ class FakeEngine:
                 raise self.failures.pop()
         finally:
             self.running -= 1
-        return Sample((7, prompt_ids[0]), (-0.5, -0.5), (VersionSpan(self.version, 0, 2),), "stop")
+        return [Sample((7, prompt_ids[0]), (-0.5, -0.5), (VersionSpan(self.version, 0, 2),), "stop")] * count
 
     async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
         if self.refresh_failures:
@@ -136,7 +178,7 @@ class FakeEngine:
 class BrokenEngine(FakeEngine):
     """Its process lives, but its client has given it up."""
 
-    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample:
+    async def respond(self, *_: Any) -> list[Sample]:
         raise EngineFailure("given up")
 
     async def health(self) -> None:
@@ -220,14 +262,14 @@ def test_a_dead_engine_is_restarted_once_and_gets_the_trained_weights_again() ->
     fleet = FakeFleet(FakeEngine())
     engine = fleet.engines[0]
 
-    async def die(prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample:
+    async def die(*_: Any) -> list[Sample]:
         engine.alive = False
         raise EngineFailure("died")
 
-    engine.greedy = die  # type: ignore[method-assign]
+    engine.respond = die  # type: ignore[method-assign]
     answers = _examine(fleet, FakeScorer(), _rows(9), _config(), load=True)
     assert [answer.reward for answer in answers] == [float(i) for i in range(9)]
-    assert {span.version for answer in answers if answer.sample for span in answer.sample.versions} == {3}
+    assert {span.version for answer in answers for sample in answer.samples for span in sample.versions} == {3}
     assert fleet.restarts == [0]
 
 
@@ -289,8 +331,8 @@ def test_what_cannot_be_scored_has_no_reward_but_a_reason() -> None:
         (None, "the verifier choked"),
         (2.0, ""),
     ]
-    assert answers[0].sample is None
-    assert answers[1].sample is not None
+    assert not answers[0].samples
+    assert len(answers[1].samples) == 1
 
 
 def test_the_deadline_names_who_was_waited_for() -> None:
@@ -340,11 +382,13 @@ class MazeFleet:
     def alive(self, i: int) -> bool:
         return True
 
-    async def greedy(self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str] = ()) -> Sample:
+    async def respond(
+        self, prompt_ids: Sequence[int], max_tokens: int, images: Sequence[str], count, *_
+    ) -> list[Sample]:
         walk = _ids((AFTER if self.version else BEFORE)[prompt_ids[0]])
         finish = "length" if self.version and prompt_ids[0] == 3 else "stop"
         ids = walk if finish == "length" else (*walk, WORDS.index("<eos>"))
-        return Sample(ids, (-0.1,) * len(ids), (VersionSpan(self.version, 0, len(ids)),), finish)
+        return [Sample(ids, (-0.1,) * len(ids), (VersionSpan(self.version, 0, len(ids)),), finish)] * count
 
     async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
         assert _sha256(Path(snapshot.path, "manifest.json")) == snapshot.manifest_sha256
@@ -395,6 +439,35 @@ def test_evaluate_compares_the_two_models_and_leaves_the_files(tmp_path: Path, m
     text = evaluation_markdown(result)
     assert "before: a2 # b2" in text
     assert "| mazes 2 x 2 (4 prompts) | 50.0% | 50.0% |" in text
+
+
+def test_several_responses_to_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt's mean is compared; pass@k and maj@k stand beside it."""
+    run = _maze_run(tmp_path, monkeypatch)
+    changed = run.config.model_copy(update={"evaluation": EvaluationConfig(samples=4, temperature=1.0)})
+    monkeypatch.setattr(MazeFleet, "respond", _wavering)
+    result = evaluate(dataclasses.replace(run, config=changed))
+    # Before: of four answers to each prompt the first is the legal walk, and the other three agree on an illegal one.
+    assert (result.before, result.after) == (0.25, 0.75)
+    assert result.sampled_before == stage.Sampled({"1": 0.25, "2": 0.5, "4": 1.0}, 0.0)
+    assert result.sampled_after == stage.Sampled({"1": 0.75, "2": 1.0, "4": 1.0}, 1.0)
+    assert result.rules_before == {"none": 16}
+    samples = pq.read_table(run.root / "evaluation_samples.parquet").to_pylist()
+    assert samples[0]["before_rewards"] == [1.0, 0.0, 0.0, 0.0]
+    assert samples[0]["after_answers"] == ["a2a1b1b2"] * 3 + ["a1"]
+    text = evaluation_markdown(result)
+    assert "| pass@2 | 50.0% | 100.0% |" in text
+    assert "| maj@4 | 0.0% | 100.0% |" in text
+    assert "4 responses to a prompt at temperature 1" in text
+
+
+async def _wavering(self: "MazeFleet", prompt_ids: Sequence[int], *_: Any) -> list[Sample]:
+    right, wrong = _ids(["a2a1b1b2", "a1a2b2", "a1b1b2a2", "b1a1a2b2"][prompt_ids[0]]), (WORDS.index("a1"),)
+    ids = [right, *[wrong] * 3] if self.version == 0 else [right] * 3 + [wrong]
+    return [
+        Sample((*walk, WORDS.index("<eos>")), (-0.1,) * (len(walk) + 1), (VersionSpan(self.version, 0, 1),), "stop")
+        for walk in ids
+    ]
 
 
 @pytest.mark.parametrize(
@@ -467,12 +540,18 @@ def test_a_walk_shows_where_it_went_through_a_wall() -> None:
 def test_other_prompts_are_shown_as_text_that_cannot_break_out_of_its_block() -> None:
     hostile = "```\n# heading"
     example = {"prompt": hostile, "before": "x" * 2000, "after": "", "before_reward": 0.0, "after_reward": 0.5}
-    result = stage.EvaluationResult(1, 0.0, 0.5, 1, 0, 1.0, 3.0, 4.0, 0, 0, 2, {}, [example])
+    result = stage.EvaluationResult(
+        n=1, before=0.0, after=0.5, gained=1, lost=0, p_value=1.0, interval=(0.5, 0.5), mean_length_before=3.0,
+        mean_length_after=4.0, truncated_before=0, truncated_after=0, left_out=2, by_size={}, examples=[example],
+        samples=1, temperature=0.0, sampled_before=None, sampled_after=None, rules_before={}, rules_after={},
+        test_sha256="0" * 64,
+    )  # fmt: skip
     lines = evaluation_markdown(result).splitlines()
     assert lines.count("````text") == lines.count("````") == 1
     assert lines.index("````text") < lines.index("# heading") < lines.index("````")
     assert "2 prompts could not be scored and are left out of both sides." in lines
     assert "[... 800 more]" in evaluation_markdown(result)
+    assert any(line.startswith("**no evidence of change**: 1 prompts gained") for line in lines)
 
 
 def test_p_values_read_well() -> None:

@@ -89,6 +89,14 @@ EVALUATION = EvaluationResult(
     examples=[
         {"prompt": "a1>a1vb1vSa2Gb2", "before": "a2b2", "after": "a2a1b1b2", "before_reward": 0.0, "after_reward": 1.0}
     ],
+    interval=(0.28, 0.38),
+    samples=1,
+    temperature=0.0,
+    sampled_before=None,
+    sampled_after=None,
+    rules_before={"none": 512},
+    rules_after={"none": 512},
+    test_sha256="ab" * 32,
 )
 
 
@@ -218,7 +226,7 @@ def test_smoothing_matches_an_independent_mean(window: int) -> None:
 def test_the_markdown_says_what_matters() -> None:
     text = report_markdown(SUMMARY, EVALUATION)
     for part in (
-        "47.1% -> **80.3%** (512 prompts, p = 2.1e-34)",
+        "47.1% -> **80.3%**, better after training (512 prompts, p = 2.1e-34)",
         TOY_NOTE,
         "| staleness, mean / 95% / largest / bound | 1.42 / 3 / 3 / 4 |",
         "| staleness of a token, mean | 1.10 |",
