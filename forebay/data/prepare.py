@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import RunConfig
-from forebay.data.builtin import MAZE, draw_splits
+from forebay.data.builtin import draw_splits
 from forebay.data.images import Pictures
 from forebay.data.read import bad_row, read_source
 from forebay.data.schema import BadRow, Draft, Row, write_quarantine, write_rows
 from forebay.data.split import SPLITS, split_rows
-from forebay.data.start_model import MAZE_TINY, resolve_start_model
+from forebay.data.start_model import resolve_start_model
 from forebay.data.template import Template
 from forebay.errors import DataError, UserError
 from forebay.rewards.composition import Composition, may_name
@@ -52,8 +52,6 @@ def prepare_data(run: RunContext, on_progress: "OnProgress | None" = None) -> Pr
     Composition(
         config.reward, config.generation.max_new_tokens
     )  # a wrong name is better found now than after the engines have started
-    if config.model.path == MAZE_TINY and config.data.source != MAZE:
-        raise UserError(f"model.path {MAZE_TINY} reads only data.source {MAZE}; for other data set another model.path")
     if config.data.source.startswith("builtin:"):
         drafts = draw_splits(config.data, config.seed)
         held_out = [draft.prompt for name in ("test", "validation") for draft in drafts[name]]

@@ -7,6 +7,7 @@ Invariants:
   image tokens as it has features.
 - `answer` is JSON; the verifier gets what it decodes to.
 - `verifier` names the row's own verifier; "" leaves it to `reward.name`.
+- `tags` are what results can be told apart by, such as family and difficulty.
 """
 
 import hashlib
@@ -33,6 +34,7 @@ ROWS = pa.schema(
         ("source", pa.string()),
         ("verifier", pa.string()),
         ("images", pa.list_(pa.string())),
+        ("tags", pa.list_(pa.string())),
     ]
 )
 QUARANTINE = pa.schema(
@@ -53,6 +55,7 @@ class Draft:
     """Names of kept images (`forebay.data.images`), in the order in which they stand in the prompt."""
     drawn: tuple[bytes, ...] = ()
     """Image files of a built-in task that are not kept yet."""
+    tags: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> str:
@@ -78,6 +81,7 @@ class Row:
     verifier: str = ""
     images: tuple[str, ...] = ()
     """Names of kept images, in order."""
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ def read_rows(path: Path) -> list[Row]:
                 # Files of before there were these.
                 "verifier": row["verifier"] or "",
                 "images": tuple(row["images"] or ()),
+                "tags": tuple(row["tags"] or ()),
             }
         )
         for row in table.to_pylist()

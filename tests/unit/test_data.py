@@ -254,7 +254,7 @@ def test_short_data_is_shared_out_by_proportion() -> None:
 
 
 def test_builtin_splits_have_the_sizes_asked_for_and_share_no_prompt() -> None:
-    for source in ("builtin:maze", "builtin:arithmetic"):
+    for source in ("builtin:maze", "builtin:arithmetic", "builtin:cycle", "builtin:telecom"):
         data = DataConfig(source=source, train_prompts=150, validation_prompts=30, test_prompts=60)
         splits = draw_splits(data, 3)
         prompts = {name: {draft.prompt_id for draft in drafts} for name, drafts in splits.items()}
