@@ -3,7 +3,8 @@
 Invariants:
 - `prepare_data` decodes an image, turns it to RGB and scales it; what is kept is a lossless PNG of a size that the
   model's own processor leaves as it is. Whoever needs its pixels computes them from that.
-- The name of a kept image is the SHA-256 of its bytes: equal images are there once, and a damaged one is noticed.
+- The name of a kept image is the SHA-256 of its size and colours: equal images are there once, and a damaged one is
+  noticed. Not of its file, which depends on who compressed it, and with it prompts' ids and their splits.
 - An image of h x w pixels is (h / cell) x (w / cell) tokens of the prompt, `cell` = patch x merge.
 
 Only numpy and Pillow: the Control Unit's process needs pixels too, and has neither torch nor transformers.
@@ -126,10 +127,9 @@ def fitting(height: int, width: int, cell: int, least: int, most: int) -> tuple[
     return tall, wide
 
 
-def pixels_of(png: bytes, vision: Vision) -> Pixels:
+def pixels_of(image: Image.Image, vision: Vision) -> Pixels:
     """Of a kept image: colours brought to mean 0 and deviation 1, cut into patches."""
-    with Image.open(io.BytesIO(png)) as image:
-        colours = np.asarray(image, dtype=np.float32)
+    colours = np.asarray(image, dtype=np.float32)
     p, m, t = vision.patch, vision.merge, vision.frames
     rows, columns = colours.shape[0] // p, colours.shape[1] // p
     # In the order of operations of transformers, so that the values agree to the last bit but one.
@@ -154,13 +154,13 @@ class Pictures:
 
     def keep(self, source: "bytes | Image.Image", config: ImagesConfig) -> str:
         """Make an image ready and keep it; returns its name. Raises `DataError` if it is broken or too large."""
-        png = self._ready(source, config)
-        name = hashlib.sha256(png).hexdigest()
+        image = self._ready(source, config)
+        name = _name(image)
         place = self.folder / f"{name}.png"
         if not place.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             unfinished = place.with_suffix(".unfinished")
-            unfinished.write_bytes(png)
+            image.save(unfinished, "PNG")
             unfinished.replace(place)
         return name
 
@@ -168,19 +168,21 @@ class Pictures:
         """Raises `RunError` if the image is missing or damaged."""
         place = self.folder / f"{name}.png"
         try:
-            png = place.read_bytes()
-        except OSError as error:
-            raise RunError(f"{place}: an image of the data cannot be read ({error.strerror})") from None
-        if hashlib.sha256(png).hexdigest() != name:
-            raise RunError(f"{place}: the image is damaged; run prepare_data again")
-        return pixels_of(png, self.vision)
+            with Image.open(place) as image:
+                image.load()
+        except (OSError, ValueError, SyntaxError) as error:
+            reason = str(error).splitlines()[0]
+            raise RunError(f"{place}: an image of the data cannot be read ({reason})") from None
+        if _name(image) != name:
+            raise RunError(f"{place}: the image is not the one that prepare_data kept")
+        return pixels_of(image, self.vision)
 
     def tokens(self, name: str) -> int:
         """Tokens of the prompt that a kept image takes."""
         with Image.open(self.folder / f"{name}.png") as image:
             return image.width * image.height // self.vision.cell**2
 
-    def _ready(self, source: "bytes | Image.Image", config: ImagesConfig) -> bytes:
+    def _ready(self, source: "bytes | Image.Image", config: ImagesConfig) -> Image.Image:
         if isinstance(source, bytes) and len(source) > config.max_mb * 1e6:
             raise DataError(f"an image has {len(source) / 1e6:.1f} MB; data.images.max_mb is {config.max_mb:g}")
         try:
@@ -192,9 +194,7 @@ class Pictures:
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(f"an image cannot be read ({str(error).splitlines()[0][:100]})") from None
         tall, wide = fitting(image.height, image.width, self.vision.cell, *bounds(self.vision, config))
-        buffer = io.BytesIO()
-        image.resize((wide, tall), Image.Resampling.BICUBIC).save(buffer, "PNG")
-        return buffer.getvalue()
+        return image.resize((wide, tall), Image.Resampling.BICUBIC)
 
 
 def image_source(item: Any, folder: Path | None) -> "bytes | Image.Image":
@@ -220,6 +220,10 @@ def image_source(item: Any, folder: Path | None) -> "bytes | Image.Image":
         return place.read_bytes()
     except OSError as error:
         raise DataError(f"the image {place} cannot be read ({error.strerror})") from None
+
+
+def _name(image: Image.Image) -> str:
+    return hashlib.sha256(f"{image.width} x {image.height} ".encode() + image.tobytes()).hexdigest()
 
 
 def _processor(model: Path) -> Mapping[str, Any]:

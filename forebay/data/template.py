@@ -6,6 +6,7 @@ Invariants:
 - A prompt leaves room for `generation.max_new_tokens` within `model.max_model_len`.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ class Template:
             )
         self._room = config.model.max_model_len - config.generation.max_new_tokens
         self._pictures = pictures
+        processors = model / "chat_template.json"
+        if pictures is not None and processors.exists():
+            # The processor's template knows images; the tokenizer's of such a folder may not.
+            self._tokenizer.chat_template = json.loads(processors.read_text(encoding="utf-8"))["chat_template"]
 
     def rows(self, drafts: Sequence[Draft]) -> list[Row | DataError]:
         """In order: the row of each draft, or why it cannot be one."""

@@ -2,7 +2,9 @@
 
 import base64
 import io
+import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -220,8 +222,11 @@ def test_an_image_is_scaled_to_the_profiles_bound(pictures: Pictures) -> None:
 def test_a_damaged_or_missing_kept_image_is_named(pictures: Pictures) -> None:
     name = pictures.keep(photo(84, 84), ANY)
     place = pictures.folder / f"{name}.png"
-    place.write_bytes(place.read_bytes()[:-20])
-    with pytest.raises(RunError, match="is damaged"):
+    place.write_bytes(place.read_bytes()[:200])
+    with pytest.raises(RunError, match="cannot be read"):
+        pictures.pixels(name)
+    Image.new("RGB", (84, 84)).save(place)
+    with pytest.raises(RunError, match="is not the one that prepare_data kept"):
         pictures.pixels(name)
     place.unlink()
     with pytest.raises(RunError, match="cannot be read"):
@@ -263,7 +268,7 @@ def test_shapes_have_exact_answers(pictures: Pictures) -> None:
         else:
             assert colours[answer] in middles
     assert pictures.tokens(pictures.keep(png, ANY)) == 9
-    assert np.abs(pixels_of(png, pictures.vision).values).max() < 3
+    assert np.abs(pixels_of(image, pictures.vision).values).max() < 3
 
 
 def test_the_built_in_task_through_the_stage(tmp_path: Path) -> None:
@@ -286,3 +291,28 @@ def test_the_built_in_task_through_the_stage(tmp_path: Path) -> None:
     values["model"]["path"] = "builtin:random-qwen3"
     with pytest.raises(UserError, match="builtin:shapes has images"):
         prepare_data(RunContext.create(parse_config(values | {"name": "text"}, "test")))
+
+
+def test_the_name_is_that_of_the_colours_whoever_compressed_them(pictures: Pictures) -> None:
+    raw, again = photo(84, 84), io.BytesIO()
+    Image.open(io.BytesIO(raw)).save(again, "PNG", compress_level=0)
+    assert raw != again.getvalue()
+    assert pictures.keep(raw, ANY) == pictures.keep(again.getvalue(), ANY)
+    assert pictures.keep(Image.open(io.BytesIO(raw)), ANY) == pictures.keep(raw, ANY)  # as `datasets` gives it
+    assert pictures.keep(photo(84, 84, seed=1), ANY) != pictures.keep(raw, ANY)
+
+
+def test_the_processors_chat_template_is_the_one_that_counts(model: Path, pictures: Pictures, tmp_path: Path) -> None:
+    """Folders of Qwen2-VL's time have it in a file of its own."""
+    folder = tmp_path / "old"
+    shutil.copytree(model, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = settings.pop("chat_template")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    text_only = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": text_only}))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    draft = Draft(({"role": "user", "content": "which?"},), "1", "s", images=(pictures.keep(photo(84, 84), ANY),))
+    config = parse_config({}, "test")
+    rows = [Template(place, config, pictures).rows([draft])[0] for place in (model, folder)]
+    assert rows[0] == rows[1]

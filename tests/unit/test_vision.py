@@ -19,12 +19,15 @@ from forebay.control.wire import pack_batch
 from forebay.data.images import Pictures
 from forebay.errors import RunError
 from forebay.training.batches import decode_chunk
+from forebay.training.learner import Learner
 from forebay.training.logprobs import PolicyModel
 from forebay.training.packing import TrainSequence, pack
 from forebay.training.random_models import save_random_model
+from forebay.training.reference import Reference
 from forebay.training.vision import rope_positions
 from tests.support.reference_vl import ReferenceVl
 from tests.unit.test_images import photo
+from tests.unit.test_learner import Alone, PlainBackend
 
 TEMPERATURE = 0.8
 
@@ -202,3 +205,41 @@ def test_the_images_names_travel_with_the_group(names: list[str]) -> None:
     assert msgpack.unpackb(body)["groups"][0]["images"] == names[:2]
     chunk = decode_chunk(body, parse_config({}, "test").algorithm, 16)
     assert [s.images for s in chunk.sequences] == [tuple(names[:2])] * 2
+
+
+def test_the_update_does_not_depend_on_which_micro_batches_have_images(
+    model: Path, pictures: Pictures, names: list[str]
+) -> None:
+    """With a penalty per token, which is found in passes of their own."""
+    groups = []
+    for number, images in enumerate([[names[0]], [], [names[1], names[2]]]):
+        prompt = [9] * 70 if not images else sequence(pictures, images, number, 1).prompt_ids
+        samples = [
+            {"ids": [20 + i] * (3 + 2 * i), "logprobs": [-3.0] * (3 + 2 * i), "reward": float(i), "oldest_version": 0}
+            for i in range(3)
+        ]
+        groups.append({"group_id": number, "prompt_ids": list(prompt), "images": images, "samples": samples})
+    body = msgpack.packb({"step": 1, "version": 0, "groups": groups})
+
+    def found(tokens: int) -> tuple[dict[str, Tensor], float]:
+        values = {
+            "model": {"max_model_len": 96},
+            "generation": {"max_new_tokens": 16, "temperature": TEMPERATURE},
+            "training": {"micro_batch_tokens": tokens, "streaming": False},
+            "algorithm": {"kl": "reward", "kl_coefficient": 0.1},
+        }
+        config, backend = parse_config(values, "test"), PlainBackend(policy_of(model))
+        start = policy_of(model)
+        with torch.no_grad():
+            for parameter in start.parameters():
+                parameter.mul_(0.9)
+        reference = Reference(start, torch.device("cpu"), offload=False)
+        learner = Learner(config, Alone(), backend.module.lm, backend, reference, pictures=pictures)  # type: ignore[arg-type]
+        learner.accumulate(decode_chunk(body, config.algorithm, 16))
+        loss = learner.update(1)["loss"]
+        return backend.gradients, loss
+
+    (small, loss), (large, same) = found(96), found(4096)
+    assert loss == pytest.approx(same, abs=1e-6)
+    largest = max(float(g.abs().max()) for g in large.values())
+    assert max(float((small[name] - large[name]).abs().max()) for name in large) < 1e-5 * largest
