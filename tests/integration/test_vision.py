@@ -206,12 +206,12 @@ def test_a_response_goes_on_across_a_refresh_and_from_a_prefix(served: Served, t
     """Retract reads the images again with the new tower; a response that was broken off goes on elsewhere."""
     refresh(served, served.run.start_model, tmp_path, 1)
     snapshot = write_snapshot(served.other, tmp_path / "v2", 2)
-    rows = served.rows
+    rows = served.rows * 4  # enough to be busy until the new weights are ready
     models = {1: served.reference(served.run.start_model), 2: served.reference(served.other)}
 
     async def story() -> list[list[Sample]]:
         jobs = [
-            asyncio.create_task(served.engine.generate(row.prompt_ids, [NOTHING] * 4, i, images=row.images))
+            asyncio.create_task(served.engine.generate(row.prompt_ids, [NOTHING] * 8, i, images=row.images))
             for i, row in enumerate(rows)
         ]
         while served.engine.load().tokens == before:  # noqa: ASYNC110 (another process)
@@ -221,11 +221,13 @@ def test_a_response_goes_on_across_a_refresh_and_from_a_prefix(served: Served, t
 
     before = served.engine.load().tokens
     answers = served.runner.run(story())
-    spans = [len(sample.versions) for samples in answers for sample in samples]
-    assert max(spans) == 2, "the refresh came too late to meet any response"
+    met = 0
     for row, samples in zip(rows, answers, strict=True):
-        for sample in samples:
+        both = [sample for sample in samples if len(sample.versions) == 2]
+        met += len(both)
+        for sample in [*both[:2], samples[0]]:
             assert_spans(models, row, sample)
+    assert met > 10
     cut = [_cut(sample, 5) for sample in answers[-1] if len(sample.ids) > 8]
     assert cut
     for sample in served.generate(rows[-1], 9, cut):
