@@ -22,8 +22,9 @@ from forebay.control.server import control_app, serve
 from forebay.control.source import Minibatch, scheduled
 from forebay.control.types import Prompt
 from forebay.control.unit import ControlUnit, Patience
-from forebay.data.schema import read_rows
+from forebay.data.schema import Row, read_rows
 from forebay.errors import DeadlineError, ForebayError, RunError, UserError
+from forebay.evaluation.during import HeldOut
 from forebay.generation.fleet import Fleet
 from forebay.launch.cores import plan_cores
 from forebay.launch.ports import hold_port, require_free
@@ -76,6 +77,8 @@ class TrainResult:
     """See `learning_of`."""
     verdicts: dict[str, int]
     """Responses by their verifier's verdict."""
+    examinations: list[dict[str, Any]]
+    """Held-out answers during training (`forebay.evaluation.during`), in the order in which they were done."""
     reward_warnings: dict[str, int]
     """Batches by the warning about them, see `forebay.rewards.tally`."""
 
@@ -94,7 +97,10 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
         scorer = stack.enter_context(contextlib.closing(_reward_pool(run, recorder)))
         controller = Controller(rules_of(config), _prompts(run), recorder.settled, config.streaming)
         fleet = Fleet(run, run.start_model, cores)
-        unit = ControlUnit(controller, fleet, scorer, recorder, seed=config.seed, patience=_patience(config))
+        examination = HeldOut(_held_out(run), config, fleet.engines, scorer, recorder.examined)
+        unit = ControlUnit(
+            controller, fleet, scorer, recorder, seed=config.seed, patience=_patience(config), examination=examination
+        )
         await stack.enter_async_context(serve(control_app(unit, run.token), held))
         trainer = stack.enter_context(Trainer(run, _url(held), cores.trainer, recorder))
         await trainer.alive_while(stack.enter_async_context(fleet))
@@ -129,6 +135,12 @@ def _reward_pool(run: RunContext, recorder: Recorder) -> RewardPool:
     batch = config.control.batch_groups * config.generation.group_size
     tally = Tally(batch, recorder.verdicts, recorder.event)
     return RewardPool(config.reward, run.start_model, config.generation.max_new_tokens, tally)
+
+
+def _held_out(run: RunContext) -> list[Row]:
+    """Validation prompts that some versions answer during training."""
+    evaluation = run.config.evaluation
+    return read_rows(run.data / "validation.parquet")[: evaluation.during_prompts] if evaluation.every_versions else []
 
 
 def _control_port(config: RunConfig) -> socket.socket:
@@ -268,5 +280,6 @@ def _result(
         trainer_restarts=trainer_restarts,
         learning=learning,
         verdicts=dict(tally.verdicts),
+        examinations=recorder.examinations,
         reward_warnings=dict(tally.warnings),
     )

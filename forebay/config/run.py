@@ -111,6 +111,11 @@ class RunConfig(Config):
         self._check_training()
         self._check_lora()
         self._check_algorithm()
+        if self.evaluation.every_versions and not self.data.validation_prompts:
+            raise ValueError(
+                "evaluation.every_versions asks the validation prompts, but data.validation_prompts is 0: raise it, or "
+                "set evaluation.every_versions=0"
+            )
         return self
 
     def _check_lengths(self) -> None:

@@ -388,6 +388,10 @@ class EvaluationConfig(Config):
     """Responses to each prompt, k: the score is then avg@k, and pass@k and maj@k stand beside it."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0: greedy."""
+    every_versions: Natural = 0
+    """During training: every so many versions answer `during_prompts` validation prompts, greedily; 0: none."""
+    during_prompts: Positive = 64
+    """See `every_versions`."""
     examples: Natural = 4
     """Examples in the report."""
     timeout_s: Seconds = 600.0

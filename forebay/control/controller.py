@@ -155,6 +155,10 @@ class Controller:
         `generation_failed` with what is known of each one's tokens."""
         self._pool.lost(engine)
 
+    def hold(self, engine: int, held: bool) -> None:
+        """The engine keeps the weights that it has, or may take newer ones again; it works on all the same."""
+        self._pool.hold(engine, held)
+
     def refresh_started(self, engine: int) -> None:
         self._pool.refresh_started(engine)
 

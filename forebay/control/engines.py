@@ -26,6 +26,8 @@ class Engine:
 
     version: int
     refreshing: bool = False
+    held: bool = False
+    """Its weights are being examined: it takes no newer ones."""
     groups: set[int] = field(default_factory=set)
     samples: int = 0
     """Responses in flight."""
@@ -224,8 +226,12 @@ class EnginePool:
 
     def _old(self) -> Iterator[tuple[int, int]]:
         for key, engine in self.engines.items():
-            if engine.version < self._published and not engine.refreshing:
+            if engine.version < self._published and not engine.refreshing and not engine.held:
                 yield engine.version, key
+
+    def hold(self, key: int, held: bool) -> None:
+        self.engines[key].held = held
+        self._behind = True
 
     def refresh_started(self, key: int) -> None:
         self.engines[key].refreshing = True

@@ -77,6 +77,7 @@ class Recorder:
         self.token_staleness: Counter[int] = Counter()
         """Trained tokens by age."""
         self.pauses: list[float] = []
+        self.examinations: list[dict[str, Any]] = []
         self.verdicts: Counter[str] = Counter()
         """Responses judged so far, by verdict; the reward workers' owner counts."""
         self.tokens = self.tokens_recomputed = 0
@@ -185,6 +186,11 @@ class Recorder:
         values = {"engine": engine, "version": record.version, "seconds": seconds, "pause_s": record.pause_s}
         values |= {"tokens_recomputed": record.tokens_recomputed, "tokens_discarded": record.tokens_discarded}
         self._write("refresh", values)
+
+    def examined(self, result: dict[str, Any]) -> None:
+        """Held-out prompts were answered by a version, or were not."""
+        self.examinations.append(result)
+        self._write("examination", result, flush=True)
 
     def event(self, name: str, **values: Any) -> None:
         self._write("event", {"name": name, **values}, flush=True)

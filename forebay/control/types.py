@@ -189,6 +189,16 @@ class Scorer(Protocol):
         """A reward for each (token ids, finished); raises `DataError` for the group's own fault."""
 
 
+class Examination(Protocol):
+    """What the Control Unit knows of held-out prompts that some versions answer during training."""
+
+    def is_due(self, version: int) -> bool:
+        """Whether the next engine that serves this version is to be examined."""
+
+    async def examine(self, index: int, version: int) -> None:
+        """Engine `index` keeps this version until it returns; raises nothing."""
+
+
 class Fleet(Protocol):
     """What the Control Unit knows of the rollout fleet."""
 

@@ -18,7 +18,15 @@ from typing import Any, TypeVar
 from forebay.control.controller import Batch, Controller, Engine, Group, Stage
 from forebay.control.ledger import LedgerError
 from forebay.control.recorder import Recorder
-from forebay.control.types import EngineFailure, Fleet, GenerationAborted, RequestRefused, Scorer, Snapshot
+from forebay.control.types import (
+    EngineFailure,
+    Examination,
+    Fleet,
+    GenerationAborted,
+    RequestRefused,
+    Scorer,
+    Snapshot,
+)
 from forebay.control.wire import CheckpointReport, SnapshotReport, StepReport
 from forebay.errors import DataError, DeadlineError, ForebayError, RunError
 
@@ -66,12 +74,14 @@ class ControlUnit:
         *,
         seed: int,
         patience: Patience,
+        examination: Examination | None = None,
     ) -> None:
         self.controller = controller
         self.engine_restarts = 0
         self.trainer_seen = False
         """Whether the trainer has asked for a batch."""
         self._fleet, self._scorer, self._recorder = fleet, scorer, recorder
+        self._examination = examination
         self._seed, self._patience = seed, patience
         self._snapshot: Snapshot | None = None
         self._changed = asyncio.Condition()
@@ -89,6 +99,7 @@ class ControlUnit:
         self._last_progress = time.monotonic()
         for index in range(len(self._fleet.engines)):
             self.controller.engine_joined(index, 0)
+            self._examine(index, 0)
         self._spawn(self._watch(check_trainer, launched=self._let_out(0.0)))
         try:
             await self._over
@@ -239,7 +250,21 @@ class ControlUnit:
         if self.controller.engines.get(index) is engine:
             self.controller.refresh_done(index, record.version)
             self._recorder.refreshed(index, record, time.monotonic() - begin)
+            self._examine(index, record.version)
             self._progress()
+        await self._wake()
+
+    def _examine(self, index: int, version: int) -> None:
+        if self._examination is not None and self._examination.is_due(version):
+            self._spawn(self._examined(self._examination, index, version))
+
+    async def _examined(self, examination: Examination, index: int, version: int) -> None:
+        engine = self.controller.engines[index]
+        self.controller.hold(index, True)
+        await examination.examine(index, version)
+        if self.controller.engines.get(index) is engine:  # else it was started anew, and is not held
+            self.controller.hold(index, False)
+        self._progress()
         await self._wake()
 
     async def _engine_failed(self, index: int, failure: EngineFailure) -> None:

@@ -36,13 +36,19 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(reward.workers, thread_name_prefix="rewards")
 
     async def score(
-        self, responses: Sequence[tuple[Sequence[int], bool]], answer_json: str, prompt: str, verifier: str = ""
+        self,
+        responses: Sequence[tuple[Sequence[int], bool]],
+        answer_json: str,
+        prompt: str,
+        verifier: str = "",
+        *,
+        counted: bool = True,
     ) -> list[float]:
         """Scores of one group's responses, each (token ids, finished), in order. `verifier`: the row's own, if any.
 
         Raises `DataError` if one of them failed or timed out; otherwise as `judge`.
         """
-        judged = await self.judge(responses, answer_json, prompt, verifier)
+        judged = await self.judge(responses, answer_json, prompt, verifier, counted=counted)
         for number, judgement in enumerate(judged, 1):
             if judgement.score is None:
                 which = f"response {number} of {len(judged)}: " if len(judged) > 1 else ""
@@ -50,9 +56,15 @@ class RewardPool:
         return [judgement.score for judgement in judged if judgement.score is not None]
 
     async def judge(
-        self, responses: Sequence[tuple[Sequence[int], bool]], answer_json: str, prompt: str, verifier: str = ""
+        self,
+        responses: Sequence[tuple[Sequence[int], bool]],
+        answer_json: str,
+        prompt: str,
+        verifier: str = "",
+        *,
+        counted: bool = True,
     ) -> list[Judgement]:
-        """Judgements of one group's responses, in order; they are counted in `tally`.
+        """Judgements of one group's responses, in order; unless not `counted`, they are counted in `tally`.
 
         Raises `UserError` if the verifier or the tokenizer cannot be loaded; `RunError` if no worker can be had.
         """
@@ -62,7 +74,8 @@ class RewardPool:
         except RuntimeError as error:
             raise RunError(f"the reward workers ({self._name}) are stopped: {error}") from None
         judged = await asyncio.wrap_future(future)
-        self.tally.add(judged)
+        if counted:
+            self.tally.add(judged)
         return judged
 
     def close(self) -> None:

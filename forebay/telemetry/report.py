@@ -87,7 +87,20 @@ def report_markdown(summary: Mapping[str, Any], evaluation: "EvaluationResult | 
         lines += [""]
     if evaluation is not None:
         lines += ["## Start model and trained model", "", evaluation_markdown(evaluation)]
+    during = _part(summary, "evaluation").get("during") or []
+    if during:
+        lines += ["## Held-out prompts during training", "", *_examinations(during), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _examinations(during: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What it gave and what it cost: seconds in which the engine took no newer weights, and its tokens."""
+    lines = ["| version | mean reward | prompts | seconds | tokens |", "| ---: | ---: | ---: | ---: | ---: |"]
+    for one in during:
+        gave = one.get("given_up") or _number(one.get("reward_mean"), 3) or "-"
+        cells = one["version"], gave, one.get("prompts", 0), _number(one["seconds"], 1), one.get("tokens", 0)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
 
 
 def _key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -74,6 +74,7 @@ def build_summary(
             "p_value": _finite(evaluation.p_value),
             "interval": [_finite(end) for end in evaluation.interval],
             "test_sha256": evaluation.test_sha256,
+            "during": trained.examinations,
         },
         "step_time_s": _finite(statistics.median(trained.step_times)) if trained.step_times else None,
         "train_wait_ratio": _finite(wait_s / step_s) if step_s > 0 else None,

@@ -102,7 +102,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_whole_pipeline_with_two_ranks(folder):
-    run = Run(folder, "training.steps=3", "training.ranks=2", "control.sync_every=2")
+    run = Run(folder, "training.steps=3", "training.ranks=2", "control.sync_every=2", "evaluation.every_versions=1")
     try:
         assert run.process.wait(PATIENCE_S) == 0, run.text
     finally:
@@ -121,6 +121,9 @@ def test_the_whole_pipeline_with_two_ranks(folder):
     assert summary["step_time_s"] > 0
     assert 0 <= summary["train_wait_ratio"] <= 1
     assert summary["tokens_per_s"] > 0
+    start = summary["evaluation"]["during"][0]  # version 0 on the eight validation prompts
+    assert (start["version"], start["prompts"], start["left_out"]) == (0, 8, 0)
+    assert start["tokens"] > 0
     assert -1 <= summary["lengths"]["spearman"] <= 1
     assert (summary["learning"]["correction"], summary["learning"]["critic"]) == ("behaviour", None)
     assert 0 < summary["learning"]["mismatch"]["mean_abs"] < 1e-3

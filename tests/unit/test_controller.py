@@ -614,6 +614,17 @@ def test_a_refreshing_engine_gets_no_work():
     assert controller.next_dispatch() is not None
 
 
+def test_a_held_engine_works_on_with_the_weights_that_it_has():
+    controller = Controller(make_rules(), prompts(), lambda entry: None)
+    controller.engine_joined(0, 0)
+    controller.hold(0, True)
+    controller.snapshot_published(1)
+    assert controller.next_refresh() is None
+    assert controller.next_dispatch() is not None
+    controller.hold(0, False)
+    assert controller.next_refresh() == 0
+
+
 def test_the_same_batch_is_served_again_until_it_is_in_a_checkpoint():
     world = World(make_rules(), engines=1, seed=4)
     while world.steps < 2:
