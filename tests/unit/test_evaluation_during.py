@@ -108,12 +108,13 @@ def test_the_engine_keeps_an_examined_version_and_trains_on(tmp_path):
 
 
 def test_an_examination_that_the_run_outruns_says_so(tmp_path):
-    told, fleet = [], StubFleet()
-    fleet.engines[:] = [Hanging()]
+    told, fleet = [], StubFleet(2)
+    fleet.engines[:] = [Hanging(), Engine()]
     unit = build(tmp_path, fleet)
     unit._examination = held_out(fleet.engines, told)
     drive(unit)
-    assert told[-1]["given_up"] == "the run ended before"
+    assert unit.controller.ledger.fates()["trained"] == 20
+    assert [one["given_up"] for one in told if one["engine"] == 0] == ["the run ended before"]
 
 
 def test_asking_for_validation_prompts_that_are_none_is_refused():
