@@ -6,26 +6,19 @@ Invariants:
   130: interrupted); a traceback means a bug.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forebay import __version__
-from forebay.errors import ForebayError
+from forebay.command_line import ProfileArgument, SetOption, guarded, print_pairs
+from forebay.data.commands import app as data_app
 
 if TYPE_CHECKING:
     from forebay.config import RunConfig
     from forebay.run import RunContext
-
-INTERRUPTED = 130
-OWN_PACKAGES = ("", "forebay", "flows", "tasks")
-"""A module missing from these is a bug; any other one means that the installation is not complete."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 app = typer.Typer(
     name="forebay",
@@ -34,43 +27,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-ProfileArgument = Annotated[Path, typer.Argument(metavar="PROFILE", help="YAML file with the settings of a run.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, for example training.steps=20. Repeatable."),
-]
+app.add_typer(data_app, name="data")
 
 
 def main() -> None:
     """Entry point of the `forebay` script."""
     app()
-
-
-def _guarded(command: Callable[P, T]) -> Callable[P, T]:
-    """Turn expected failures into one line on stderr and an exit code."""
-
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return command(*args, **kwargs)
-        except ForebayError as error:
-            for line in str(error).splitlines():
-                typer.echo(f"forebay: {line}", err=True)
-            raise typer.Exit(error.exit_code) from None
-        except KeyboardInterrupt:
-            typer.echo("forebay: interrupted", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-        except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            if package in OWN_PACKAGES:
-                raise
-            from forebay.doctor import INSTALL
-
-            typer.echo(f"forebay: {package} is not installed: {INSTALL}", err=True)
-            raise typer.Exit(2) from None
-
-    return run
 
 
 def _show_version(wanted: bool) -> None:
@@ -89,7 +51,7 @@ def _options(
 
 
 @app.command()
-@_guarded
+@guarded
 def run(profile: ProfileArgument, set_: SetOption = None) -> None:
     """Run the whole pipeline of a profile: data, lengths, training, evaluation, publication."""
     from forebay.config import load_profile
@@ -103,7 +65,7 @@ def run(profile: ProfileArgument, set_: SetOption = None) -> None:
 
 
 @app.command()
-@_guarded
+@guarded
 def doctor(
     profile: Annotated[
         Path | None, typer.Argument(metavar="[PROFILE]", help="Also check what this profile needs.")
@@ -132,7 +94,7 @@ def doctor(
 
 
 @app.command()
-@_guarded
+@guarded
 def config(profile: ProfileArgument, set_: SetOption = None) -> None:
     """Check a profile and print every setting of it, defaults included, as YAML. Starts nothing."""
     import yaml
@@ -143,14 +105,14 @@ def config(profile: ProfileArgument, set_: SetOption = None) -> None:
 
 
 @app.command()
-@_guarded
+@guarded
 def lengths(profile: ProfileArgument, set_: SetOption = None) -> None:
     """Profile response lengths, fit the predictor and print how well lengths can be told before a run."""
     from forebay.lengths.report import lines
     from forebay.lengths.stage import predict_lengths
 
     run = _prepared(profile, set_)
-    _print_pairs(lines(run, predict_lengths(run)))
+    print_pairs(lines(run, predict_lengths(run)))
 
 
 def _prepared(profile: Path, set_: list[str] | None) -> "RunContext":
@@ -170,7 +132,7 @@ def _prepared(profile: Path, set_: list[str] | None) -> "RunContext":
 
 
 @app.command()
-@_guarded
+@guarded
 def schedule(profile: ProfileArgument, set_: SetOption = None) -> None:
     """Order the prompts of a profile by predicted length, as a run would, and print how even the order is."""
     import time
@@ -183,11 +145,11 @@ def schedule(profile: ProfileArgument, set_: SetOption = None) -> None:
     started = time.monotonic()
     result = make_schedule(run)
     seconds = time.monotonic() - started
-    _print_pairs([*lines(result), ("made in", f"{seconds:.2f} s"), ("written to", str(run.schedule / FILE))])
+    print_pairs([*lines(result), ("made in", f"{seconds:.2f} s"), ("written to", str(run.schedule / FILE))])
 
 
 @app.command()
-@_guarded
+@guarded
 def simulate(
     profile: ProfileArgument,
     calibrate: Annotated[
@@ -218,11 +180,11 @@ def simulate(
     if calibration is not None:
         _print_table(("", "measured", "simulated", "deviation"), comparison(calibration.measured, result))
     told = [("assumed", line) for line in assumptions(config, calibration)]
-    _print_pairs([*lines(scenario, result), *told])
+    print_pairs([*lines(scenario, result), *told])
 
 
 @app.command()
-@_guarded
+@guarded
 def ledger(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, or its folder (published ones too).")],
     group: Annotated[int | None, typer.Option("--group", metavar="ID", help="Show this one group.")] = None,
@@ -251,11 +213,11 @@ def ledger(
     with located(run, config.storage) as path:
         table = read_ledger(path)
     if group is not None:
-        _print_pairs(group_lines(one_group(table, group)))
+        print_pairs(group_lines(one_group(table, group)))
         return
     summed = account(table)
     _print_account(account_lines(summed))
-    _print_pairs(detail_lines(summed))
+    print_pairs(detail_lines(summed))
 
 
 def _print_account(lines: Sequence[Sequence[str]]) -> None:
@@ -272,7 +234,7 @@ def _print_account(lines: Sequence[Sequence[str]]) -> None:
 
 
 @app.command()
-@_guarded
+@guarded
 def plan(
     profile: ProfileArgument,
     devices: Annotated[
@@ -320,7 +282,7 @@ def plan(
     for text in (left_out(made), advice(made)):
         if text:
             typer.echo(f"{text}\n")
-    _print_pairs([("" if number else "taken for granted", line) for number, line in enumerate(made.assumptions)])
+    print_pairs([("" if number else "taken for granted", line) for number, line in enumerate(made.assumptions)])
 
 
 def _print_memory(config: "RunConfig") -> None:
@@ -343,7 +305,7 @@ def _print_memory(config: "RunConfig") -> None:
         console.print(table)
         console.print()
     check(estimate)
-    _print_pairs([("memory", verdict(config, estimate))])
+    print_pairs([("memory", verdict(config, estimate))])
 
 
 def _print_plan(columns: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> None:
@@ -377,20 +339,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def show_summary(summary: Mapping[str, Any], storage_uri: str) -> None:
     """Print a run's `summary.json` as a table, and where it lies."""
-    _print_pairs(summary_rows(summary, storage_uri))
-
-
-def _print_pairs(lines: Iterable[tuple[str, str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")  # never cut: the paths are there to be copied
-    for name, value in lines:
-        table.add_row(Text(name, "bold"), Text(value))
-    Console().print(table)
+    print_pairs(summary_rows(summary, storage_uri))
 
 
 def summary_rows(summary: Mapping[str, Any], storage_uri: str) -> list[tuple[str, str]]:

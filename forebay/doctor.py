@@ -265,8 +265,8 @@ def has_chat_template(folder: Path) -> bool:
 def check_data(config: RunConfig) -> Check:
     """The source of prompts. Needs pyarrow (to know the built-in tasks and the readers)."""
     from forebay.data.builtin import BUILT_IN
-    from forebay.data.read import SUFFIXES
     from forebay.data.reasoning_gym import PREFIX as REASONING_GYM
+    from forebay.data.sources import SUFFIXES
 
     name = config.data.source
     if name in BUILT_IN:
@@ -276,7 +276,11 @@ def check_data(config: RunConfig) -> Check:
         return Check("data", bool(installed("reasoning-gym")), f"{name}: drawn by the run with reasoning-gym", how)
     if name.startswith("builtin:"):
         return Check("data", False, f"{name} is unknown", f"the built-in tasks are {', '.join(BUILT_IN)}")
+    if name.startswith("s3://"):
+        return Check("data", True, f"{name}: fetched by the run")
     path = Path(name).expanduser()
+    if path.is_dir():
+        return Check("data", True, f"{name}: the files in it that end in {', '.join(SUFFIXES)}")
     if path.suffix in SUFFIXES or path.exists():
         if path.is_file() and not path.stat().st_size:
             return Check("data", False, f"{name} is empty", "set data.source")

@@ -52,8 +52,8 @@ class RunContext:
 
     @property
     def images(self) -> Path:
-        """The prompts' images, PNG files named by their content."""
-        return self.data / "images"
+        """The prompts' images, PNG files named by their content; shared by runs, as the data sets read are."""
+        return self.cache / "images"
 
     @property
     def start_model(self) -> Path:

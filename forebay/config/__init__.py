@@ -1,20 +1,17 @@
 """The configuration of a run. Imports no torch, no vLLM, no Prefect (a test sees to that)."""
 
 from forebay.config.algorithm import AlgorithmConfig, CriticConfig
+from forebay.config.data import ColumnsConfig, DataConfig, ImagesConfig, LeaksConfig, MazeConfig
 from forebay.config.hardware import HardwareConfig
 from forebay.config.loading import load_profile, parse_config
 from forebay.config.lora import LoraConfig
 from forebay.config.run import Mode, RunConfig
 from forebay.config.sections import (
-    ColumnsConfig,
     ControlConfig,
-    DataConfig,
     EvaluationConfig,
     GenerationConfig,
-    ImagesConfig,
     LaunchConfig,
     LengthsConfig,
-    MazeConfig,
     ModelConfig,
     RewardConfig,
     ScheduleConfig,
@@ -36,6 +33,7 @@ __all__ = [
     "HardwareConfig",
     "ImagesConfig",
     "LaunchConfig",
+    "LeaksConfig",
     "LengthsConfig",
     "LoraConfig",
     "MazeConfig",

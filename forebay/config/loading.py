@@ -31,13 +31,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a profile and apply `key.sub=value` overrides (values are YAML); raises `UserError`."""
-    path = Path(path)
-    values = _read_yaml(path)
+def load_profile(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a profile (None: an empty one) and apply `key.sub=value` overrides (values are YAML); raises `UserError`."""
+    values = {} if path is None else _read_yaml(Path(path))
     for text in overrides:
         _assign(values, text)
-    return parse_config(values, where=str(path))
+    return parse_config(values, where=str(path or "--set"))
 
 
 def parse_config(values: Mapping[str, Any], where: str) -> RunConfig:

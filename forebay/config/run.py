@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 
 from forebay.config.algorithm import AlgorithmConfig, CriticConfig
 from forebay.config.base import Config
+from forebay.config.data import DataConfig
 from forebay.config.hardware import HardwareConfig
 from forebay.config.sections import (
     ControlConfig,
-    DataConfig,
     EvaluationConfig,
     GenerationConfig,
     LaunchConfig,

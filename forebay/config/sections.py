@@ -6,7 +6,6 @@ from pydantic import Field, field_validator, model_validator
 
 from forebay.config.base import Config
 from forebay.config.lora import LoraConfig
-from forebay.config.tasks import CycleConfig, TelecomConfig
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
@@ -42,79 +41,6 @@ class ModelConfig(Config):
     """Prompt plus response, in tokens; longer prompts are quarantined."""
     warm_start: WarmStartConfig = WarmStartConfig()
     """How `builtin:maze-tiny`, `cycle-tiny` or `telecom-tiny` is made."""
-
-
-class MazeConfig(Config):
-    """The built-in maze task."""
-
-    sizes: dict[int, Annotated[float, Field(gt=0)]] = Field(default={3: 0.3, 4: 0.3, 5: 0.25, 6: 0.15})
-    """Side length -> weight of the draw."""
-    impatient: Annotated[float, Field(ge=0, le=1)] = 0.65
-    """Share of demonstrations that cut through a wall at dead ends: the habit that RL removes."""
-
-    @field_validator("sizes")
-    @classmethod
-    def _sides(cls, sizes: dict[int, float]) -> dict[int, float]:
-        if not sizes or not all(2 <= side <= 8 for side in sizes):
-            raise ValueError("give at least one side length, each from 2 to 8")
-        return sizes
-
-
-class ColumnsConfig(Config):
-    """Where a user's data set keeps what Forebay needs."""
-
-    prompt: str = "prompt"
-    """A text, or a list of chat messages ({role, content})."""
-    answer: str = "answer"
-    """What the verifier checks against: text, number, or a JSON-like object."""
-    verifier: str = "verifier"
-    """The row's own verifier, by name (see `reward.options`); there need not be such a column."""
-    images: str = "images"
-    """For models that read images: a list of them (or a single one), each bytes, {bytes, path}, a path, or a base64
-    data URL. They stand where the prompt says `<image>`, or else before its last message. May be absent."""
-
-
-class ImagesConfig(Config):
-    """Images in prompts. A row whose images are missing, broken or too many is quarantined."""
-
-    folder: str | None = None
-    """What paths in the images column are relative to, and must lie below; null: the source file's folder."""
-    max_per_prompt: Positive = 8
-    """Most images of one prompt."""
-    max_mb: Annotated[float, Field(gt=0)] = 20.0
-    """Largest file of an image, in MB."""
-    max_pixels: Annotated[int, Field(ge=3136)] | None = None
-    """Larger images are scaled down to so many pixels (Qwen2.5-VL: one token for 28 x 28 pixels); null: as many as
-    the model's own processor allows, which may be more than fits in model.max_model_len."""
-
-
-class DataConfig(Config):
-    """Prompts: where from and how many. The three splits never share a prompt (checked by hash)."""
-
-    source: str = "builtin:maze"
-    """`builtin:maze`, `builtin:cycle`, `builtin:telecom`, `builtin:reasoning_gym/NAME` (docs/tasks.md),
-    `builtin:shapes` (questions about pictures), a .parquet / .jsonl / .json / .csv file, or the name of a Hugging Face
-    data set."""
-    hub_split: str = "train"
-    """Which split to read when `source` is a data set on the hub."""
-    images: ImagesConfig = ImagesConfig()
-    """Bounds of images in prompts."""
-    columns: ColumnsConfig = ColumnsConfig()
-    """Column names in `source`."""
-    train_prompts: Positive = 1024
-    """At most so many training prompts (a built-in task makes exactly so many)."""
-    validation_prompts: Natural = 128
-    """Prompts for looking at while developing."""
-    test_prompts: Positive = 512
-    """Held-out prompts, used once, at the end."""
-    max_quarantined: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of bad rows above which the run stops."""
-    maze: MazeConfig = MazeConfig()
-    """Settings of `builtin:maze`."""
-    cycle: CycleConfig = CycleConfig()
-    """Settings of `builtin:cycle`."""
-    telecom: TelecomConfig = TelecomConfig()
-    """Settings of `builtin:telecom`."""
 
 
 class RewardConfig(Config):

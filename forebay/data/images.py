@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +160,8 @@ class Pictures:
         place = self.folder / f"{name}.png"
         if not place.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            unfinished = place.with_suffix(".unfinished")
+            # Several processes may keep the same image.
+            unfinished = place.with_suffix(f".{os.getpid()}.unfinished")
             image.save(unfinished, "PNG")
             unfinished.replace(place)
         return name

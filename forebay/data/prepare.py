@@ -1,26 +1,31 @@
 """Stage `prepare_data`: prompts and start model of a run, checked and ready.
 
 Invariants:
-- Rows read = train + validation + test + quarantined + unused.
+- Rows read = train + validation + test + unused + quarantined + duplicates + leaked, checked at the end.
 - No prompt is in two splits; the warm start saw no test or validation prompt.
 - The same configuration gives the same rows.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet as pq
+
 from forebay.config import RunConfig
 from forebay.data.builtin import draw_splits
+from forebay.data.choose import Chosen, choose
+from forebay.data.dataset import COUNTS, Dataset, make_dataset
 from forebay.data.images import Pictures
-from forebay.data.read import bad_row, read_source
-from forebay.data.schema import BadRow, Draft, Row, write_quarantine, write_rows
-from forebay.data.split import SPLITS, split_rows
+from forebay.data.progress import reading_bar
+from forebay.data.schema import Draft, Row, write_quarantine, write_rows
+from forebay.data.split import SPLITS
 from forebay.data.start_model import resolve_start_model
 from forebay.data.template import Template
-from forebay.errors import DataError, UserError
-from forebay.rewards.composition import Composition, may_name
+from forebay.errors import DataError, RunError, UserError
+from forebay.rewards.composition import Composition
 from forebay.run import RunContext
 
 if TYPE_CHECKING:
@@ -37,9 +42,11 @@ class PreparedData:
     model: Path
     """Start model, Hugging Face folder."""
     counts: dict[str, int]
-    """read, train, validation, test, quarantined, unused."""
+    """read = train + validation + test + unused + quarantined + duplicates + leaked."""
     warm_start: dict[str, Any] | None
     """steps, loss, tokens, seconds, cached; None if the model had none."""
+    versions: list[Dataset]
+    """Of the source and of `data.test_source`; none of a built-in task. `dataset.json` tells them too."""
 
 
 def prepare_data(run: RunContext, on_progress: "OnProgress | None" = None) -> PreparedData:
@@ -59,23 +66,48 @@ def prepare_data(run: RunContext, on_progress: "OnProgress | None" = None) -> Pr
         pictures = Pictures.of(run.images, model)
         template = Template(model, config, pictures)
         splits = {name: _all_rows([_kept(d, pictures, config) for d in drafts[name]], template) for name in SPLITS}
-        read, quarantined, unused = sum(map(len, splits.values())), 0, 0
+        splits = {name: [replace(row, split=name) for row in rows] for name, rows in splits.items()}
         write_quarantine(run.data / "quarantine.parquet", [])
+        counts = {"read": sum(map(len, splits.values())), "quarantined": 0, "duplicates": 0, "leaked": 0, "unused": 0}
+        versions: list[Dataset] = []
     else:
         model, warm_start = resolve_start_model(run, ())
         pictures = Pictures.of(run.images, model)
-        good, bad = _read(config, Template(model, config, pictures), pictures)
-        write_quarantine(run.data / "quarantine.parquet", bad)
-        _check_quality(config, good, bad, run.data / "quarantine.parquet")
-        parts = split_rows(good, config.data)
-        splits = {name: getattr(parts, name) for name in SPLITS}
-        read, quarantined, unused = len(good) + len(bad), len(bad), parts.unused
-    for name, rows in splits.items():
-        write_rows(run.data / f"{name}.parquet", rows)
-    counts = {"read": read, **{name: len(splits[name]) for name in SPLITS}}
-    counts |= {"quarantined": quarantined, "unused": unused}
+        versions, chosen = _read(run, Template(model, config, pictures), pictures)
+        splits = chosen.splits
+        counts = {name: sum(version.counts[name] for version in versions) for name in COUNTS if name != "accepted"}
+        counts["quarantined"] += len(chosen.refused)
+        counts |= {"leaked": len(chosen.leaked), "unused": chosen.unused}
+    for name in SPLITS:
+        write_rows(run.data / f"{name}.parquet", splits[name])
+    counts |= {name: len(splits[name]) for name in SPLITS}
+    if empty := [name for name in ("train", "test") if not splits[name]]:
+        raise UserError(f"data.source: {config.data.source}: no prompt is left for {' and '.join(empty)} ({counts})")
+    if counts["read"] != sum(count for name, count in counts.items() if name != "read"):
+        raise RunError(f"{run.data}: the account of rows does not add up ({counts}): a bug")
     files = {name: run.data / f"{name}.parquet" for name in SPLITS}
-    return PreparedData(**files, model=model, counts=counts, warm_start=warm_start)
+    told = [{**version.manifest, "cached": version.cached} for version in versions]
+    record = {"counts": counts, "versions": told}
+    (run.data / "dataset.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return PreparedData(**files, model=model, counts=counts, warm_start=warm_start, versions=versions)
+
+
+def _read(run: RunContext, template: Template, pictures: Pictures | None) -> tuple[list[Dataset], Chosen]:
+    """The versions read, those of the training prompts first, and what of them the run takes."""
+    config, data, quarantine = run.config, run.config.data, run.data / "quarantine.parquet"
+    sources = [(data.source, data.hub_split)]
+    sources += [] if data.test_source is None else [(data.test_source, data.test_hub_split)]
+    versions = []
+    for source, split in sources:
+        with reading_bar(source) as on_read:
+            versions.append(make_dataset(source, split, config, run.cache, pictures, on_read))
+    kept = [file for version in versions for file in version.files("quarantine.parquet")]
+    write_quarantine(quarantine, [], kept)
+    _check_quality(config, versions, 0, 0, quarantine)
+    chosen = choose(versions[0], versions[1] if len(versions) > 1 else None, config, template)
+    write_quarantine(quarantine, [*chosen.refused, *chosen.leaked], kept)
+    _check_quality(config, versions, len(chosen.refused), len(chosen.leaked), quarantine)
+    return versions, chosen
 
 
 def _kept(draft: Draft, pictures: Pictures | None, config: RunConfig) -> Draft:
@@ -97,36 +129,20 @@ def _all_rows(drafts: Sequence[Draft], template: Template) -> list[Row]:
     return rows
 
 
-def _read(config: RunConfig, template: Template, pictures: Pictures | None) -> tuple[list[Row], list[BadRow]]:
-    bad: list[BadRow] = []
-    drafts: list[tuple[int, Draft]] = []
-    for number, item in read_source(config.data, pictures):
-        if isinstance(item, BadRow):
-            bad.append(item)
-        elif not may_name(config.reward, item.verifier):
-            reason = f"verifier {item.verifier!r} is neither built in nor named in the profile (reward.options)"
-            bad.append(bad_row(number, config.data.source, reason, item.messages))
-        else:
-            drafts.append((number, item))
-    good = []
-    for (number, draft), result in zip(drafts, template.rows([draft for _, draft in drafts]), strict=True):
-        if isinstance(result, DataError):
-            bad.append(bad_row(number, config.data.source, str(result), draft.messages))
-        else:
-            good.append(result)
-    return good, sorted(bad, key=lambda row: row.row)
-
-
-def _check_quality(config: RunConfig, good: Sequence[Row], bad: Sequence[BadRow], quarantine: Path) -> None:
-    source, read = config.data.source, len(good) + len(bad)
-    if read == 0:
-        raise UserError(f"data.source: {source}: there are no rows in it")
-    if len(good) >= 2 and len(bad) <= config.data.max_quarantined * read:
+def _check_quality(config: RunConfig, versions: Sequence[Dataset], refused: int, leaked: int, quarantine: Path) -> None:
+    """`refused`, `leaked`: rows that the data sets have accepted and the run does not."""
+    for version, source in zip(versions, (config.data.source, config.data.test_source), strict=False):
+        if version.counts["read"] == 0:
+            raise UserError(f"data.source: {source}: there are no rows in it")
+    read, bad, good = (sum(v.counts[name] for v in versions) for name in ("read", "quarantined", "accepted"))
+    bad, good = bad + refused, good - refused - leaked
+    if good >= 2 and bad <= config.data.max_quarantined * read:
         return
-    if not bad:
-        raise UserError(f"data.source: {source}: only {len(good)} prompt; training and test need one each")
-    allowed = f"data.max_quarantined allows {config.data.max_quarantined:.0%}" if len(good) >= 2 else "two good needed"
+    if not bad:  # then not two are good
+        raise UserError(f"data.source: {config.data.source}: only {good} prompt; training and test need one each")
+    allowed = f"data.max_quarantined allows {config.data.max_quarantined:.0%}" if good >= 2 else "two good needed"
+    first = next(pq.ParquetFile(quarantine).iter_batches(batch_size=1)).to_pylist()[0]
     raise UserError(
-        f"data.source: {source}: {len(bad)} of {read} rows are bad ({allowed}); "
-        f"row {bad[0].row}: {bad[0].reason}; all of them: {quarantine}"
+        f"data.source: {config.data.source}: {bad} of {read} rows are bad ({allowed}); "
+        f"row {first['row']}: {first['reason']}; all of them: {quarantine}"
     )

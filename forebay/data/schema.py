@@ -8,11 +8,13 @@ Invariants:
 - `answer` is JSON; the verifier gets what it decodes to.
 - `verifier` names the row's own verifier; "" leaves it to `reward.name`.
 - `tags` are what results can be told apart by, such as family and difficulty.
+- Columns that are new are empty in older files.
 """
 
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,7 @@ ROWS = pa.schema(
         ("verifier", pa.string()),
         ("images", pa.list_(pa.string())),
         ("tags", pa.list_(pa.string())),
+        ("split", pa.string()),
     ]
 )
 QUARANTINE = pa.schema(
@@ -56,6 +59,7 @@ class Draft:
     drawn: tuple[bytes, ...] = ()
     """Image files of a built-in task that are not kept yet."""
     tags: tuple[str, ...] = ()
+    """By which evaluation groups its results; `column:value` of data that were read."""
 
     @property
     def prompt(self) -> str:
@@ -82,6 +86,8 @@ class Row:
     images: tuple[str, ...] = ()
     """Names of kept images, in order."""
     tags: tuple[str, ...] = ()
+    split: str = ""
+    """train, validation, test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ class BadRow:
     """A row that was set aside."""
 
     row: int
-    """Counted from 1; the line for line-by-line files without header."""
+    """Counted from 1: the line of .jsonl files, else the row."""
     source: str
     reason: str
     content: str
@@ -106,7 +112,7 @@ def prompt_id(messages: Sequence[Message], images: Sequence[str] = ()) -> str:
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Replaces `path` in one move."""
     columns = {name: [getattr(row, name) for row in rows] for name in ROWS.names}
-    _write(path, pa.table(columns, schema=ROWS))
+    _write(path, [pa.table(columns, schema=ROWS)])
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -125,19 +131,30 @@ def read_rows(path: Path) -> list[Row]:
                 "verifier": row["verifier"] or "",
                 "images": tuple(row["images"] or ()),
                 "tags": tuple(row["tags"] or ()),
+                "split": row["split"] or "",
             }
         )
         for row in table.to_pylist()
     ]
 
 
-def write_quarantine(path: Path, bad: Sequence[BadRow]) -> None:
-    """Replaces `path` in one move."""
-    _write(path, pa.table({name: [getattr(row, name) for row in bad] for name in QUARANTINE.names}, schema=QUARANTINE))
+def write_quarantine(path: Path, bad: Sequence[BadRow], earlier: Sequence[Path] = ()) -> None:
+    """The rows of the files `earlier`, then `bad`; replaces `path` in one move."""
+    tables = (table for name in earlier for table in pq.ParquetFile(name).iter_batches())
+    _write(path, itertools.chain((pa.Table.from_batches([table]) for table in tables), [quarantine_table(bad)]))
 
 
-def _write(path: Path, table: pa.Table) -> None:
+def quarantine_table(bad: Sequence[BadRow]) -> pa.Table:
+    """In the schema `QUARANTINE`."""
+    return pa.table({name: [getattr(row, name) for row in bad] for name in QUARANTINE.names}, schema=QUARANTINE)
+
+
+def _write(path: Path, tables: Iterable[pa.Table]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
-    pq.write_table(table, unfinished)
+    tables = iter(tables)
+    first = next(tables)
+    with pq.ParquetWriter(unfinished, first.schema) as writer:
+        for table in itertools.chain([first], tables):
+            writer.write_table(table)
     unfinished.replace(path)

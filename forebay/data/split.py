@@ -9,7 +9,8 @@ Invariants:
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import numpy as np
 
 from forebay.config import DataConfig
 from forebay.data.schema import Row
@@ -17,41 +18,43 @@ from forebay.data.schema import Row
 SPLITS = ("train", "validation", "test")
 
 
-@dataclass(frozen=True, slots=True)
-class Splits:
-    """Rows of each split, in order of a hash (that is, shuffled, but always alike)."""
+def orders(prompt_ids: Sequence[str], data: DataConfig) -> dict[str, np.ndarray]:
+    """Split -> places of its rows, in order of a hash (that is, shuffled, but always alike)."""
+    sizes = {"test": data.test_prompts, "validation": data.validation_prompts, "train": data.train_prompts}
+    if data.test_source is not None:
+        sizes["test"] = 0
+    points = _points(prompt_ids)
+    order = np.argsort(points, kind="stable")
+    whole, start, found = sum(sizes.values()), 0, {}
+    for name, size in sizes.items():
+        end = start + size
+        low, high = np.searchsorted(points[order] * whole, [start, end if name != "train" else np.inf])
+        found[name], start = order[low:high], end
+    return found
 
-    train: list[Row]
-    validation: list[Row]
-    test: list[Row]
-    unused: int
-    """Good rows beyond the sizes asked for."""
+
+def shuffled(prompt_ids: Sequence[str]) -> np.ndarray:
+    """Places of all rows, in order of the hash."""
+    return np.argsort(_points(prompt_ids), kind="stable")
 
 
-def split_rows(rows: Sequence[Row], data: DataConfig) -> Splits:
-    """At most `data.{train,validation,test}_prompts` each; there are two rows or more, with distinct ids.
+def _points(prompt_ids: Sequence[str]) -> np.ndarray:
+    return np.fromiter(map(place, prompt_ids), float, len(prompt_ids))
 
-    A training or test split that would be empty takes one row from validation, or else from the other.
-    """
-    sizes = {"train": data.train_prompts, "validation": data.validation_prompts, "test": data.test_prompts}
-    whole = sum(sizes.values())
-    shares: dict[str, list[Row]] = {name: [] for name in SPLITS}
-    for row in sorted(rows, key=lambda row: _place(row.prompt_id)):
-        point = _place(row.prompt_id) * whole
-        if point < sizes["test"]:
-            shares["test"].append(row)
-        elif point < sizes["test"] + sizes["validation"]:
-            shares["validation"].append(row)
-        else:
-            shares["train"].append(row)
+
+def smallest(rows: Sequence[Row], size: int) -> list[Row]:
+    """The first `size` in the order of the hash."""
+    return sorted(rows, key=lambda row: place(row.prompt_id))[:size]
+
+
+def fill_empty(splits: dict[str, list[Row]]) -> None:
+    """A training or test split that would be empty takes one row from validation, or else from the other."""
     for name in ("train", "test"):
-        donor = shares["validation"] or max(shares.values(), key=len)
-        if not shares[name] and donor:
-            shares[name].append(donor.pop())
-    kept = {name: share[: sizes[name]] for name, share in shares.items()}
-    return Splits(**kept, unused=len(rows) - sum(map(len, kept.values())))
+        donor = splits["validation"] or max(splits.values(), key=len)
+        if not splits[name] and donor:
+            splits[name].append(donor.pop())
 
 
-def _place(prompt_id: str) -> float:
+def place(prompt_id: str) -> float:
     """A point in [0, 1), evenly spread over ids and independent of other uses of the id."""
     return int(hashlib.sha256(f"split {prompt_id}".encode()).hexdigest()[:12], 16) / 16**12

@@ -3,7 +3,8 @@
 Invariants:
 - `prompt_ids` are what transformers' `apply_chat_template(..., add_generation_prompt=True)` gives; with images, what
   the model's processor makes of that: each image token of the text as often as its image has features.
-- A prompt leaves room for `generation.max_new_tokens` within `model.max_model_len`.
+- A prompt leaves room for `generation.max_new_tokens` within `model.max_model_len`, and has at most
+  `data.max_prompt_tokens`.
 """
 
 import json
@@ -35,6 +36,15 @@ class Template:
                 "or put a chat_template.jinja into the model's folder"
             )
         self._room = config.model.max_model_len - config.generation.max_new_tokens
+        self._most = config.data.max_prompt_tokens
+        self._settings: dict[str, Any] = {}
+        if config.data.thinking is not None:
+            if "enable_thinking" not in str(self._tokenizer.chat_template):
+                raise UserError(
+                    f"data.thinking: the chat template of model.path {config.model.path} has no such switch "
+                    "(enable_thinking); set it to null"
+                )
+            self._settings = {"enable_thinking": config.data.thinking}
         self._pictures = pictures
         processors = model / "chat_template.json"
         if pictures is not None and processors.exists():
@@ -57,7 +67,10 @@ class Template:
 
         messages = _with_images(draft) if draft.images else [dict(message) for message in draft.messages]
         try:
-            return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            text = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self._settings
+            )
+            return str(text)
         except TemplateError as error:
             return DataError(f"the model's chat template refuses the prompt ({error})")
 
@@ -72,6 +85,8 @@ class Template:
             return DataError(
                 f"the prompt has {len(ids)} tokens; model.max_model_len - generation.max_new_tokens leaves {self._room}"
             )
+        if self._most is not None and len(ids) > self._most:
+            return DataError(f"the prompt has {len(ids)} tokens; data.max_prompt_tokens is {self._most}")
         return Row(
             draft.prompt_id,
             draft.messages,

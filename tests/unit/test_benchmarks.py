@@ -129,3 +129,14 @@ def test_the_data_benchmark_judges_every_math_answer_and_counts_stalls(monkeypat
     assert result["stalls"] == 0
     monkeypatch.setattr(data, "SECONDS", -1.0)
     assert data.answers(0.0)[1]["stalls"] == len(data.MATH)
+
+
+def test_the_data_benchmark_prepares_a_file_whose_account_is_known(tmp_path: Path) -> None:
+    data.write_rows(tmp_path / "rows.jsonl", 2000)
+    data.stage(tmp_path)
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["seconds"] > 0
+    counts = told["counts"]
+    assert (counts["read"], counts["quarantined"], counts["duplicates"]) == (2000, 20, 199)
+    assert counts["test"] == 512
+    assert data._resident(os.getpid()) > 10e6

@@ -21,13 +21,14 @@ from forebay.data.maze import vocabulary
 from forebay.data.prepare import PreparedData, prepare_data
 from forebay.data.read import read_source
 from forebay.data.schema import Draft, Row, prompt_id, read_rows, write_rows
-from forebay.data.split import SPLITS, split_rows
+from forebay.data.split import SPLITS, fill_empty, orders
 from forebay.data.start_model import resolve_start_model
 from forebay.errors import RunError, UserError
 from forebay.rewards import load_verifier
 from forebay.run import RunContext
 from forebay.training.tiny_model import SPECIALS, TinyQwen3, make_tokenizer, save_model
 
+LEFT_OUT = ("unused", "quarantined", "duplicates", "leaked")
 Write = Callable[[Path, list[dict[str, Any]]], None]
 
 
@@ -147,7 +148,7 @@ def test_each_bad_row_is_quarantined_with_its_reason(tmp_path: Path, model: Path
     lines = [json.dumps(row) for row in good] + [json.dumps(row) for row, _ in BAD_ROWS] + ["{broken"]
     source.write_text("\n".join(lines), encoding="utf-8")
     run, done = prepare(tmp_path, model, source)
-    bad = pq.read_table(run.data / "quarantine.parquet").to_pylist()
+    bad = sorted(pq.read_table(run.data / "quarantine.parquet").to_pylist(), key=lambda row: row["row"])
     assert [row["row"] for row in bad] == list(range(len(good) + 1, len(lines) + 1))
     for row, (_, reason) in zip(bad, [*BAD_ROWS, (None, "not valid JSON")], strict=True):
         assert reason in row["reason"]
@@ -156,7 +157,7 @@ def test_each_bad_row_is_quarantined_with_its_reason(tmp_path: Path, model: Path
     counts = done.counts
     assert counts["read"] == len(lines)
     assert counts["quarantined"] == len(bad)
-    assert counts["read"] == sum(counts[name] for name in (*SPLITS, "quarantined", "unused"))
+    assert counts["read"] == sum(counts[name] for name in (*SPLITS, *LEFT_OUT))
 
 
 def test_one_data_set_may_mix_verifiers(tmp_path: Path, model: Path) -> None:
@@ -188,7 +189,13 @@ def test_parquet_answers_that_are_no_json_are_quarantined(tmp_path: Path, model:
         ("own.json", "[1", "own.json: not valid JSON"),
         ("own.parquet", "not parquet", "own.parquet: cannot be read"),
         ("own.csv", "prompt,answer\na,1,2\nb,1\n", "row 1: has more fields than the header"),
-        ("own.csv", b"prompt,answer\n\xff,1\n", "own.csv: cannot be read"),
+        (
+            "own.csv",
+            b"prompt,answer\n\xff,1\n",
+            "row 1: message 1 of the prompt is not valid Unicode .save the file as UTF-8",
+        ),
+        ("own.csv", b"\xff\xfep\0", "own.csv: cannot be read .it is UTF-16: save it as UTF-8"),
+        ("own.arrow", "no arrow", "own.arrow: cannot be read"),
         ("own.txt", "x", "own.txt: give a file that ends in .parquet"),
         ("missing.jsonl", None, "missing.jsonl: no such file"),
     ],
@@ -213,44 +220,51 @@ def test_too_many_bad_rows_stop_the_run_unless_allowed(tmp_path: Path, model: Pa
     assert done.counts["quarantined"] == 6
 
 
-def rows_of(numbers: set[int]) -> list[Row]:
-    return [Row(prompt_id([{"role": "user", "content": str(n)}]), (), str(n), (), "0", "") for n in numbers]
+def ids_of(numbers: set[int]) -> list[str]:
+    return [prompt_id([{"role": "user", "content": str(n)}]) for n in sorted(numbers)]
+
+
+def shares_of(numbers: set[int], data: DataConfig) -> dict[str, list[str]]:
+    ids = ids_of(numbers)
+    return {name: [ids[place] for place in places] for name, places in orders(ids, data).items()}
 
 
 @given(
-    st.sets(st.integers(0, 10_000), min_size=2, max_size=40),
-    st.tuples(st.integers(1, 50), st.integers(0, 20), st.integers(1, 30)),
+    st.sets(st.integers(0, 10_000), max_size=40), st.tuples(st.integers(1, 50), st.integers(0, 20), st.integers(1, 30))
 )
 def test_splits_are_disjoint_and_complete(numbers: set[int], sizes: tuple[int, int, int]) -> None:
     data = DataConfig(train_prompts=sizes[0], validation_prompts=sizes[1], test_prompts=sizes[2])
-    splits = split_rows(rows_of(numbers), data)
-    shares = [{row.prompt_id for row in getattr(splits, name)} for name in SPLITS]
-    assert len(set().union(*shares)) == sum(map(len, shares))
-    assert sum(map(len, shares)) + splits.unused == len(numbers)
-    assert all(len(share) <= size for share, size in zip(shares, sizes, strict=True))
-    assert shares[0]
-    assert shares[2]
-    assert split_rows(rows_of(numbers)[::-1], data) == splits
+    shares = shares_of(numbers, data)
+    assert sorted(name for share in shares.values() for name in share) == sorted(ids_of(numbers))
+    ids = ids_of(numbers)[::-1]
+    assert {name: [ids[place] for place in places] for name, places in orders(ids, data).items()} == shares
 
 
-def test_a_longer_file_moves_no_prompt_from_test_to_training() -> None:
+@given(st.sets(st.integers(0, 500)), st.sets(st.integers(0, 500)))
+def test_growing_data_moves_no_prompt_between_splits(before: set[int], added: set[int]) -> None:
     data = DataConfig(train_prompts=100, validation_prompts=20, test_prompts=60)
-    short, long = split_rows(rows_of(set(range(200))), data), split_rows(rows_of(set(range(2000))), data)
-    assert len(long.train) == 100
-    assert len(long.test) == 60
-    held_out = {row.prompt_id for row in (*short.test, *short.validation)}
-    assert not held_out & {row.prompt_id for row in long.train}
-    assert not {row.prompt_id for row in short.train} & {row.prompt_id for row in long.test}
+    short, long = shares_of(before, data), shares_of(before | added, data)
+    for name in SPLITS:
+        assert set(short[name]) <= set(long[name])
+        assert short[name] == [one for one in long[name] if one in set(short[name])]
 
 
-def test_short_data_is_shared_out_by_proportion() -> None:
-    splits = split_rows(
-        rows_of(set(range(1000))), DataConfig(train_prompts=6000, validation_prompts=1000, test_prompts=3000)
-    )
-    assert splits.unused == 0
-    assert abs(len(splits.train) - 600) < 60
-    assert abs(len(splits.validation) - 100) < 40
-    assert abs(len(splits.test) - 300) < 60
+def test_data_are_shared_out_by_proportion() -> None:
+    shares = shares_of(set(range(1000)), DataConfig(train_prompts=6000, validation_prompts=1000, test_prompts=3000))
+    assert abs(len(shares["train"]) - 600) < 60
+    assert abs(len(shares["validation"]) - 100) < 40
+    assert abs(len(shares["test"]) - 300) < 60
+
+
+@pytest.mark.parametrize("empty", ["train", "test"])
+def test_an_empty_split_takes_from_validation_first(empty: str) -> None:
+    rows = [Row(name, (), "", (), "0", "") for name in ids_of(set(range(6)))]
+    splits = {"train": rows[:2], "validation": rows[2:4], "test": rows[4:]} | {empty: []}
+    fill_empty(splits)
+    assert splits[empty] == [rows[3]]
+    splits = {"train": rows[:3], "validation": [], "test": rows[:3]} | {empty: []}
+    fill_empty(splits)
+    assert [len(splits[name]) for name in ("train", "test")] == ([1, 2] if empty == "train" else [2, 1])
 
 
 def test_builtin_splits_have_the_sizes_asked_for_and_share_no_prompt() -> None:

@@ -281,7 +281,16 @@ def test_the_built_in_task_through_the_stage(tmp_path: Path) -> None:
     }
     run = RunContext.create(parse_config(values, "test"))
     prepared = prepare_data(run)
-    assert prepared.counts == {"read": 11, "train": 6, "validation": 2, "test": 3, "quarantined": 0, "unused": 0}
+    assert prepared.counts == {
+        "read": 11,
+        "train": 6,
+        "validation": 2,
+        "test": 3,
+        "quarantined": 0,
+        "unused": 0,
+        "duplicates": 0,
+        "leaked": 0,
+    }
     pictures = Pictures.of(run.images, run.start_model)
     assert pictures is not None
     for split in (prepared.train, prepared.validation, prepared.test):

@@ -148,7 +148,16 @@ def prepare(folder: Path, seed: int = 0, **warm: Any) -> tuple[RunContext, Prepa
 
 def test_a_warm_start_is_made_once_and_again_when_what_it_depends_on_changes(tmp_path: Path) -> None:
     run, first = prepare(tmp_path)
-    assert first.counts == {"read": 32, "train": 20, "validation": 4, "test": 8, "quarantined": 0, "unused": 0}
+    assert first.counts == {
+        "read": 32,
+        "train": 20,
+        "validation": 4,
+        "test": 8,
+        "quarantined": 0,
+        "unused": 0,
+        "duplicates": 0,
+        "leaked": 0,
+    }
     assert first.warm_start is not None
     assert first.warm_start["cached"] is False
     assert first.warm_start["steps"] == 2

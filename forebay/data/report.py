@@ -1,0 +1,38 @@
+"""What `forebay data prepare` prints."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from forebay.data.prepare import PreparedData
+from forebay.run import RunContext
+
+_REASONS = 8
+
+
+def lines(run: RunContext, done: PreparedData) -> list[tuple[str, str]]:
+    """(name, value) lines."""
+    counts = done.counts
+    kept = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "validation", "test", "unused"))
+    told = [
+        ("read", f"{counts['read']:,} rows"),
+        ("kept", kept),
+        ("left out", ", ".join(f"{counts[name]:,} {name}" for name in ("quarantined", "duplicates", "leaked"))),
+    ]
+    quarantine = run.data / "quarantine.parquet"
+    told += [("reasons" if not place else "", text) for place, text in enumerate(_reasons(quarantine))]
+    for version in done.versions:
+        here = "found read" if version.cached else "read now"
+        parents = f", goes on from {', '.join(version.parents)}" if version.parents else ""
+        told.append(("version", f"{version.folder.name}{parents}, {here}: {version.folder}"))
+    return [*told, ("quarantine", str(quarantine)), ("rows", str(done.train.parent)), ("start model", str(done.model))]
+
+
+def _reasons(path: Path) -> list[str]:
+    """The most frequent ones, numbers aside."""
+    counted: Counter[str] = Counter()
+    for batch in pq.ParquetFile(path).iter_batches(columns=["reason"]):
+        counted.update(re.sub(r"\b[0-9a-f]*\d[0-9a-f]*\b", "N", reason) for reason in batch.column(0).to_pylist())
+    return [f"{count:,} rows: {reason}" for reason, count in counted.most_common(_REASONS)]
