@@ -20,6 +20,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from forebay.config import parse_config
+from forebay.memory.architecture import architecture_of
+from forebay.memory.trainer import trainer_memory
 from tests.integration import test_trainer
 from tests.support import ppo_reference
 from tests.support.control_stub import ControlStub
@@ -44,6 +47,7 @@ WORLDS = {1: [*SHARDED, "zero3 all", "fsdp2 all"], 2: list(CASES), 3: ["zero1", 
 RESUMED = {1: ["zero0", "zero1", "fsdp2"], 2: list(CASES), 3: []}
 ALL = [(world, name) for world, names in WORLDS.items() for name in names]
 BF16 = {"bf16 zero0": DEEPSPEED["zero0"], "bf16 zero3": DEEPSPEED["zero3"], "bf16 fsdp2": SHARDED["fsdp2"]}
+MEASURED = ["zero1", "zero2", "zero3", "fsdp2", "zero2 optimizer", "bf16 zero0", "bf16 zero3"]
 
 PPO = ppo_reference.Settings(
     temperature=TEMPERATURE,
@@ -201,12 +205,14 @@ class Runs:
     def _start(self, world: int) -> None:
         cases = {}
         for name in WORLDS[world]:
-            cases[name] = self._case(world, "float32", CASES[name], None)
+            cases[name] = self.case(world, "float32", CASES[name], None)
         for name in RESUMED[world]:
-            cases[f"{name} resumed"] = self._case(world, "float32", CASES[name], RESUME_AT)
+            cases[f"{name} resumed"] = self.case(world, "float32", CASES[name], RESUME_AT)
         if world == 2:
-            cases |= {name: self._case(world, "bfloat16", options, None) for name, options in BF16.items()}
-            cases |= {f"{n} resumed": self._case(world, "bfloat16", o, RESUME_AT) for n, o in BF16.items()}
+            cases |= {name: self.case(world, "bfloat16", options, None) for name, options in BF16.items()}
+            for name in MEASURED:
+                cases[name]["measured"] = True
+            cases |= {f"{n} resumed": self.case(world, "bfloat16", o, RESUME_AT) for n, o in BF16.items()}
         for name in PPO_WORLDS[world] + PPO_LORA_WORLDS[world]:
             options = {**PPO_CASES, **PPO_LORA}[name]
             cases[name] = self._ppo(world, options, None)
@@ -232,7 +238,7 @@ class Runs:
             for process in ranks:
                 process.kill()
 
-    def _case(self, world: int, dtype: str, options: dict[str, Any], resume_at: int | None) -> dict[str, Any]:
+    def case(self, world: int, dtype: str, options: dict[str, Any], resume_at: int | None) -> dict[str, Any]:
         training = {
             "ranks": world,
             "steps": STEPS,
@@ -250,11 +256,11 @@ class Runs:
             "training": training | options,
         }
         case = {"config": config, "batches": "batches", "resume_at": resume_at, "persistent": 0}
-        return case | {"shard_bytes": SHARD_BYTES}
+        return case | {"shard_bytes": SHARD_BYTES, "measured": False}
 
     def _ppo(self, world: int, options: dict[str, Any], resume_at: int | None) -> dict[str, Any]:
         updates = {"updates_per_batch": PPO.updates, "mini_batches": PPO.parts}
-        case = self._case(world, "float32", options | updates, resume_at) | {"batches": "whole"}
+        case = self.case(world, "float32", options | updates, resume_at) | {"batches": "whole"}
         case["config"]["algorithm"] = {
             "advantage": "gae",
             "gamma": PPO.gamma,
@@ -346,6 +352,21 @@ def test_no_rank_holds_more_than_a_bucket_beyond_its_own_part(runs: Runs, golden
     first, other = (runs.result(2, name, rank)["most_held"] for rank in range(2))
     assert max(sizes) <= other < SHARD_BYTES
     assert first <= 2 * SHARD_BYTES + other < sum(sizes)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_estimate_of_the_states_is_what_is_there(runs: Runs, scratch: Path, name: str) -> None:
+    """Weights, gradients and optimizer of each of two ranks, before an update. Under ZeRO-3 so small a model is there
+    whole besides, and what DeepSpeed offloads passes through buffers of the size of a parameter."""
+    dtype = "bfloat16" if name in BF16 else "float32"
+    values = runs.case(2, dtype, {**CASES, **BF16}[name], None)["config"] | {"hardware": {"devices_per_host": 1}}
+    config, a = parse_config(values, name), architecture_of(str(scratch / "runs" / "run" / "start_model"))
+    parts = ("weights", "gradients", "optimizer")
+    expected = sum(i.device + i.host for i in trainer_memory(config, a).items if i.name in parts)
+    if "zero3" in name:
+        expected += a.parameters * (2 if dtype == "bfloat16" else 4)
+    for rank in range(2):
+        assert runs.result(2, name, rank)["states"] == pytest.approx(expected, rel=0.1)
 
 
 def test_a_rank_builds_the_model_without_ever_holding_it(runs: Runs, golden: Trace) -> None:

@@ -2,11 +2,13 @@
 
 JOB is a JSON file: {"scratch", "run_id", "out" (a folder), "batches" and "whole" (for each step its chunks, each a body
 in hex), "probe" ([prompt, response] to evaluate in the middle of each step), "cases": {name: {"config", "batches"
-(which of the two), "resume_at" (a step or null), "persistent", "shard_bytes", and "run_id" if it is another one}}}.
+(which of the two), "resume_at" (a step or null), "persistent", "shard_bytes", "run_id" if it is another
+one, and "measured" if memory is to be looked at}}}.
 Each rank writes `<name>.<rank>.json`, rank 0 also `<name>.safetensors`, the full weights at the end, and
 `<name>.snapshot.safetensors`, what engines would get.
 """
 
+import gc
 import json
 import sys
 import time
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +33,10 @@ from forebay.training.engine import TrainEngine
 from forebay.training.packing import TrainSequence, pack
 
 TIMEOUT_S = 60
+MEASURED_AT = 3
+"""Step at whose end, before the update, memory is looked at: moments are there, and gradients."""
+BUCKET = 10**8
+"""Bytes; a tiny model has no tensor so large."""
 
 
 def main() -> None:
@@ -46,7 +53,7 @@ def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) ->
     run = RunContext(
         parse_config(case["config"], name), case.get("run_id", job["run_id"]), Path(job["scratch"]), "token"
     )
-    allocation = Allocation()
+    allocation, new, states = Allocation(), States() if case.get("measured") else None, 0
     engine = TrainEngine(run, ranks)
     prompt, response = job["probe"]
     probe = pack([TrainSequence(prompt, response, [0.0] * len(response), 0.0, True)], engine._pictures)
@@ -59,6 +66,8 @@ def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) ->
             logprobs, _ = engine._backend.evaluate(probe)
         if engine._critic:
             values.append(engine._critic.values(probe).tolist())
+        if new is not None and step == MEASURED_AT:
+            states = new.nbytes(engine)
         metrics.append(engine.update(step))
         seconds.append(time.perf_counter() - began)
         evaluated.append(logprobs[: len(response)].tolist())
@@ -78,6 +87,7 @@ def train(name: str, case: dict[str, Any], job: dict[str, Any], ranks: Ranks) ->
         "values": values,
         "shard_bytes": sizes,
         "most_held": held.most,
+        "states": states,
         "most_allocated": allocation.most,
         "masters": sum(t.numel() for n, t in engine.state().items() if n.endswith(backend.MASTER)),
     }
@@ -104,6 +114,31 @@ class Allocation:
             self.most = max(self.most, sum(p.data.numel() for p in whole))
             del whole
             yield parameter
+
+
+class States:
+    """What has come to be held since it was made, by Python or as the model's gradients; DeepSpeed's fixed buckets left
+    out."""
+
+    def __init__(self) -> None:
+        self._before = _tensors()  # kept, so that no storage takes the place of one of them
+
+    def nbytes(self, engine: TrainEngine) -> int:
+        """Without the parts of other cases that are still there."""
+        old = {tensor.untyped_storage().data_ptr() for tensor in self._before}
+        tensors = _tensors() + [_plain(p.grad) for p in engine._lm.parameters() if p.grad is not None]
+        storages = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}
+        return sum(size for place, size in storages.items() if size < BUCKET and place not in old)
+
+
+def _tensors() -> list[torch.Tensor]:
+    gc.collect()
+    found = [_plain(o) for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+    return [tensor for tensor in found if tensor.device.type == "cpu"]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Held(TorchDispatchMode):

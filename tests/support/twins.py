@@ -18,7 +18,9 @@ SMALLER = (
     "data.train_prompts=32",
     "data.validation_prompts=2",
     "data.test_prompts=4",
-    "reward={name: tests.support.twin_rewards:spread, truncated: score}",  # a random model gets no sum right
+    "reward.weights={'tests.support.twin_rewards:spread': 1.0}",  # a random model gets no answer right
+    "reward.truncated=score",
+    "reward.workers=1",
     "lengths={predictor: features}",
     "schedule.minibatch_prompts=2",
     "schedule.minibatch_slack=1",
@@ -84,7 +86,7 @@ def telecom_sample(file: Path) -> Path:
         for n in range(25):
             asked = f"A cell of {n + 3} carriers, {5 * (n % 4 + 1)} MHz each: MHz in all?"
             lines.write(json.dumps({"prompt": asked, "answer": (n + 3) * 5 * (n % 4 + 1)}) + "\n")
-            call = {"tool": "reset_port", "arguments": {"node": f"bts-{n}", "port": n % 8}}
-            asked = f"Port {n % 8} of bts-{n} flaps. Which call resets it?"
-            lines.write(json.dumps({"prompt": [{"role": "user", "content": asked}], "answer": call}) + "\n")
+            call = {"name": "reset_port", "arguments": {"node": f"bts-{n}", "port": n % 8}}
+            chat = [{"role": "user", "content": f"Port {n % 8} of bts-{n} flaps. Which call resets it?"}]
+            lines.write(json.dumps({"prompt": chat, "answer": call, "verifier": "json_call"}) + "\n")
     return file
