@@ -43,7 +43,10 @@ def _images_without_videos() -> None:
         valid_kwargs = importlib.import_module("transformers.processing_utils").VideosKwargs
 
     family = "transformers.models.qwen2_vl.image_processing"
-    sys.modules[f"{family}_qwen2_vl"] = importlib.import_module(f"{family}_pil_qwen2_vl")
+    without = importlib.import_module(f"{family}_pil_qwen2_vl")
+    if sys.modules.get(f"{family}_qwen2_vl") is without:
+        return  # done before
+    sys.modules[f"{family}_qwen2_vl"] = without
     auto: Any = importlib.import_module("transformers.models.auto.video_processing_auto").AutoVideoProcessor
     processing: Any = importlib.import_module("transformers.processing_utils").ProcessorMixin
     check = processing.check_argument_for_proper_class
