@@ -31,7 +31,7 @@ from forebay.control.types import (
 )
 from forebay.generation import engine_core
 from forebay.generation.images import Encoder
-from forebay.generation.responses import BadChunk, Response
+from forebay.generation.responses import BadChunk, Response, error_message, error_text
 from forebay.generation.watchdog import Watchdog
 
 SEEDS_PER_REQUEST = 4096
@@ -261,8 +261,8 @@ class VllmEngine:
         if "error" in chunk:
             # Once a stream has begun, the status is 200 whatever happens.
             if isinstance(chunk["error"], dict) and chunk["error"].get("code") in REFUSED:
-                raise RequestRefused(f"engine {self.name} refuses the request: {_error_text(chunk)}")
-            self._fail(f"it gave up a request: {_error_text(chunk)}")
+                raise RequestRefused(f"engine {self.name} refuses the request: {error_text(chunk)}")
+            self._fail(f"it gave up a request: {error_text(chunk)}")
         try:
             for choice in chunk["choices"]:
                 self._tokens += responses[choice["index"]].add(choice, self._kept_caches)
@@ -355,9 +355,9 @@ class VllmEngine:
 
     def _check_status(self, method: str, path: str, response: httpx.Response) -> None:
         if response.status_code in REFUSED:
-            raise RequestRefused(f"engine {self.name} refuses the request: {_message(response)}")
+            raise RequestRefused(f"engine {self.name} refuses the request: {error_message(response)}")
         if response.status_code != 200:
-            self._fail(f"{method} {path}: status {response.status_code}: {_message(response)}")
+            self._fail(f"{method} {path}: status {response.status_code}: {error_message(response)}")
 
     def _check_usable(self) -> None:
         if self._broken is not None:
@@ -386,20 +386,3 @@ def _body(token_ids: Sequence[int], features: Mapping[str, Any], sampling: Mappi
 def _seed_of_continuation(seed: int, length: int) -> int:
     """With the seed of its first part a response would go on with the random numbers of its first part."""
     return int.from_bytes(hashlib.sha256(f"{seed} {length}".encode()).digest()[:7]) if length else seed
-
-
-def _message(response: httpx.Response) -> str:
-    """vLLM's error message in one line."""
-    try:
-        return _error_text(response.json())
-    except ValueError:
-        return " ".join(response.text.split())[:500]
-
-
-def _error_text(answer: Any) -> str:
-    try:
-        error = answer["error"]
-        text = error["message"] if isinstance(error, dict) else str(error)
-    except (KeyError, TypeError):
-        text = str(answer)
-    return " ".join(text.split())[:500]

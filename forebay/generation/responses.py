@@ -9,6 +9,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import httpx
+
 from forebay.control.types import OnFinished, Sample, VersionSpan
 
 
@@ -92,3 +94,21 @@ def _joined(before: tuple[VersionSpan, ...], after: tuple[VersionSpan, ...], off
             moved = VersionSpan(span.version, spans.pop().start, moved.end, span.stale_cache)
         spans.append(moved)
     return tuple(spans)
+
+
+def error_message(response: httpx.Response) -> str:
+    """In one line, of an answer with another status than 200."""
+    try:
+        return error_text(response.json())
+    except ValueError:
+        return " ".join(response.text.split())[:500]
+
+
+def error_text(answer: Any) -> str:
+    """Of a decoded answer or chunk that says it is an error."""
+    try:
+        error = answer["error"]
+        text = error["message"] if isinstance(error, dict) else str(error)
+    except (KeyError, TypeError):
+        text = str(answer)
+    return " ".join(text.split())[:500]
