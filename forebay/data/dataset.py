@@ -315,6 +315,8 @@ def digest(block: Block, part: str, data: DataConfig, pictures: Pictures | None)
 def _by_path(record: Record, data: DataConfig) -> bool:
     """Whether images of the row lie in files of their own."""
     value = record.get(data.columns.images) if isinstance(record, Mapping) else None
+    if value is None:
+        return False
     items = value if isinstance(value, list) else [value]
     paths = (item.get("path") if isinstance(item, Mapping) and not item.get("bytes") else item for item in items)
     return any(isinstance(path, str) and path and not path.startswith("data:") for path in paths)

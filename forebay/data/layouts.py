@@ -26,7 +26,7 @@ from forebay.errors import DataError
 from forebay.rewards.extract import boxed
 
 Form = Literal["whole", "hashes", "hashes_or_whole", "boxed", "boxed_or_whole"]
-TAGS = ("data_source", "ability", "level", "type", "subject", "difficulty", "category", "topic", "year")
+TAGS = frozenset({"data_source", "ability", "level", "type", "subject", "difficulty", "category", "topic", "year"})
 """Columns whose values become tags in every layout."""
 _TAG = 80
 """Characters of a tag."""
@@ -118,8 +118,9 @@ def final_answer(value: Any, form: Form) -> Any:
 def tags_of(record: Mapping[str, Any], more: list[str]) -> list[str]:
     """`column:value` for each column of `TAGS` and `more`, and what the row itself holds as `tags` or `metadata`."""
     tags: list[str] = []
-    for name in (*TAGS, *more):
-        _add(tags, name, record.get(name))
+    for name in record:
+        if name in TAGS or name in more:
+            _add(tags, name, record[name])
     own, metadata = record.get("tags"), record.get("metadata")
     if isinstance(own, list):
         tags += [tag[:_TAG] for tag in own if isinstance(tag, str)]

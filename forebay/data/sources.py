@@ -118,7 +118,10 @@ class Part:
                 yield from readers[self.file.suffix](self.file)
         except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"data.source: {self.name}: cannot be read ({reason[:200]})") from None
+            # A binary file without its end or with holes: most often a download that broke off.
+            binary = self.file is not None and self.file.suffix in (".parquet", ".arrow")
+            hint = "; it is damaged or incomplete: fetch or write it again" if binary else ""
+            raise UserError(f"data.source: {self.name}: cannot be read ({reason[:200].rstrip('.')}){hint}") from None
 
 
 def parts_of(source: str, split: str, config: RunConfig, cache: Path) -> list[Part]:

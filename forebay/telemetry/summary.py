@@ -6,6 +6,7 @@ Invariants:
 - `wall_s` is at least the sum of `stages`: stages run one after another inside it.
 """
 
+import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ KEYS = (
     "wall_s",
     "stages",
     "mode",
+    "data",
     "evaluation",
     "step_time_s",
     "train_wait_ratio",
@@ -178,8 +180,18 @@ def _base(run: RunContext, status: str, stages: Mapping[str, float], wall_s: flo
         wall_s=round(wall_s, 3),
         stages={name: round(seconds, 3) for name, seconds in stages.items()},
         mode=run.config.mode,
+        data=_data(run),
     )
     return summary
+
+
+def _data(run: RunContext) -> dict[str, Any] | None:
+    """The account of the rows, and the versions of the data sets that they come from (none of a built-in task)."""
+    try:
+        record = json.loads((run.data / "dataset.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return {"counts": record["counts"], "versions": [version["version"] for version in record["versions"]]}
 
 
 def _finite(value: float | None) -> float | None:

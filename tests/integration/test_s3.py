@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from forebay.config import parse_config
+from forebay.data.dataset import make_dataset
 from forebay.errors import RunError, UserError
-from forebay.storage.objects import ObjectExistsError
+from forebay.storage.objects import ObjectExistsError, open_objects
 from forebay.storage.store import AlreadyPublished, Store, tree_files
 
 _BUCKET = "forebay-test"
@@ -232,3 +234,20 @@ def test_an_unreachable_endpoint_is_one_clear_line_soon(tmp_path: Path) -> None:
         Store("s3://bucket/x", f"http://127.0.0.1:{port}").publish_tree(_tree(tmp_path / "local", a=b"one"), "r1")
     assert time.monotonic() - started < 15
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("_credentials")
+def test_rows_of_a_data_set_are_read_from_a_bucket(endpoint: str, tmp_path: Path) -> None:
+    uri = f"s3://{_BUCKET}/sets/sums"
+    objects = open_objects(uri, endpoint)
+    lines = "".join(f'{{"question": "{n} + 1?", "answer": "#### {n + 1}"}}\n' for n in range(50))
+    (tmp_path / "rows.jsonl").write_text(lines)
+    objects.upload(tmp_path / "rows.jsonl", "data/train-0.jsonl")
+    (tmp_path / "rows.jsonl").write_text(lines[:200])
+    objects.upload(tmp_path / "rows.jsonl", "data/test-0.jsonl")
+    config = parse_config({"data": {"source": uri}, "storage": {"endpoint_url": endpoint}}, "test")
+    made = make_dataset(uri, "train", config, tmp_path / "cache", None)
+    assert made.column("answer").to_pylist() == [f'"{n + 1}"' for n in range(50)]
+    assert set(made.column("source").to_pylist()) == {f"{uri}/data/train-0.jsonl"}
+    with pytest.raises(UserError, match="no such object"):
+        make_dataset(f"{uri}/none.csv", "train", config, tmp_path / "cache", None)

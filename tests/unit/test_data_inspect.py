@@ -158,7 +158,7 @@ def test_a_truncated_parquet_file(tmp_path: Path) -> None:
     source = parquet(tmp_path / "rows.parquet", [{"prompt": f"p{n}", "answer": str(n)} for n in range(5000)])
     whole = source.read_bytes()
     source.write_bytes(whole[: len(whole) // 2])
-    assert "rows.parquet: cannot be read (Parquet magic bytes not found" in told(source, 2)
+    assert "is not a parquet file); it is damaged or incomplete: fetch or write it again" in told(source, 2)
     source.write_bytes(whole[:4] + bytes(2000) + whole[2004:])
     assert f"forebay: data.source: {source}: cannot be read (" in told(source, 2)
 

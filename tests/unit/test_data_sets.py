@@ -22,6 +22,7 @@ from forebay.data.split import SPLITS, place
 from forebay.data.start_model import resolve_start_model
 from forebay.errors import UserError
 from forebay.run import RunContext
+from forebay.telemetry.summary import failure_summary
 
 LEFT_OUT = ("unused", "quarantined", "duplicates", "leaked")
 
@@ -217,6 +218,55 @@ def test_bytes_that_are_not_utf8_cost_their_row(tmp_path: Path) -> None:
     assert quarantined(made)[0]["reason"] == "not valid UTF-8 (byte 13 of the line)"
 
 
+class Bucket:
+    """Objects of a folder in place of S3, where they have no folder structure."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def list_keys(self) -> list[str]:
+        return sorted(path.relative_to(self.root).as_posix() for path in self.root.rglob("*") if path.is_file())
+
+    def download(self, key: str, target: Path) -> None:
+        target.write_bytes((self.root / key).read_bytes())
+
+
+def test_objects_of_s3_are_fetched_and_their_growth_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a real server: tests/integration/test_s3.py."""
+    asked = []
+
+    def open_objects(uri: str, endpoint_url: str | None) -> Bucket:
+        asked.append((uri, endpoint_url))
+        return Bucket(tmp_path / uri.removeprefix("s3://"))
+
+    monkeypatch.setattr(forebay.data.sources, "open_objects", open_objects)
+    folder = tmp_path / "bucket" / "maths"
+    folder.mkdir(parents=True)
+    write(folder / "train-0.jsonl", numbered(1, 2))
+    write(folder / "test-0.jsonl", numbered(9))
+    (folder / "README.md").write_text("x")
+    values = {"data": {"source": "s3://bucket/maths/"}, "storage": {"endpoint_url": "http://127.0.0.1:9"}}
+    config = parse_config(values, "test")
+    first = make_dataset("s3://bucket/maths/", "train", config, tmp_path / "cache", None)
+    assert prompts(first) == ["p1", "p2"]
+    assert first.column("source").to_pylist() == ["s3://bucket/maths/train-0.jsonl"] * 2
+    assert make_dataset("s3://bucket/maths/", "train", config, tmp_path / "cache", None).cached
+    write(folder / "train-0.jsonl", numbered(1, 2, 3))
+    seen = blocks_read(monkeypatch)
+    grown = make_dataset("s3://bucket/maths/", "train", config, tmp_path / "cache", None)
+    assert (prompts(grown), grown.parents) == (["p1", "p2", "p3"], [first.folder.name])
+    assert seen[0][1] > 0
+    single = make_dataset("s3://bucket/maths/test-0.jsonl", "train", config, tmp_path / "cache", None)
+    assert prompts(single) == ["p9"]
+    assert set(asked) == {("s3://bucket/maths", "http://127.0.0.1:9")}
+    for missing, words in (
+        ("s3://bucket/maths/x.csv", "no such object"),
+        ("s3://bucket/none", "nothing under it ends"),
+    ):
+        with pytest.raises(UserError, match=f"data.source: {missing}: {words}"):
+            make_dataset(missing, "train", config, tmp_path / "cache", None)
+
+
 # --- leaks
 
 
@@ -378,6 +428,8 @@ def test_a_run_tells_its_version_and_a_second_finds_it(tmp_path: Path, model: Pa
     held_out = {one.prompt_id for one in (*read_rows(done.test), *read_rows(done.validation))}
     assert not held_out & {one.prompt_id for one in read_rows(more.train)}
     assert "goes on from" in dict(lines(grown, more))["version"]
+    ended = failure_summary(grown, status="failed", error=UserError("x"), stages={}, wall_s=1.0)
+    assert ended["data"] == {"counts": more.counts, "versions": [told[2]["versions"][0]["version"]]}
 
 
 def test_thinking_is_the_chat_templates_switch(tmp_path: Path, model: Path) -> None:
