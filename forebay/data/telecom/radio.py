@@ -13,8 +13,8 @@ from forebay.data.question import Question, answered, quantity
 _STAGES = range(1, 8)
 _COUNTED = 3
 """Stages that the hasty solution counts."""
-_LOWEST, _HIGHEST = 0, 30
-_GAINS = [gain for gain in range(-6, 7) if gain]
+_LOWEST, _HIGHEST = 0, 20
+_GAINS = [gain for gain in range(-4, 5) if gain]
 _EASY_BUDGET = "In a distributed antenna system a signal passes these stages in turn. Source "
 _EASY_END = "What is the level behind the last stage, in dBm?"
 
