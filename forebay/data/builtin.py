@@ -31,7 +31,7 @@ DrawFrom = Callable[[random.Random, DataConfig], Question]
 def _maze(rng: random.Random, data: DataConfig) -> Question:
     maze = draw_maze(rng, data.maze.sizes)
     side = round(len(maze.passages) ** 0.5)
-    return Question(write_prompt(maze), {"side": side}, tags=(f"{side}x{side}",))
+    return Question(write_prompt(maze), {"side": side}, tags=(f"side:{side}",))
 
 
 def _sum(rng: random.Random, data: DataConfig) -> Question:

@@ -33,7 +33,7 @@ def draw_cycle(rng: random.Random, terms: tuple[int, int], target: int) -> Quest
         f"{_RULE}{goal}{_ASK} Terms: {prompt}".rstrip(),
         steps[-1],
         "math",
-        ("cycle", f"{count} terms"),
+        (f"terms:{count}",),
         answered(" ".join(steps), steps[-1]),
         answered(" ".join(first), first[-1]),
     )

@@ -21,7 +21,7 @@ class Question:
     verifier: str = ""
     """Name of a built-in verifier; "" leaves it to `reward.name`."""
     tags: tuple[str, ...] = ()
-    """Family and difficulty, to report by."""
+    """Such as `family:alarm`, `difficulty:2`: to report by."""
     solution: str = ""
     """A worked solution; "" where there is none."""
     hasty: str = ""

@@ -39,7 +39,7 @@ def open_task(source: str) -> Callable[[random.Random, object], Question]:
         if not isinstance(own, str) or data_set(name, seed).score_answer(own, item) != 1.0:
             raise UserError(f"data.source {source}: its verifier does not accept its own answer; choose another task")
         prompt = f"{item['question']}\nEnd with a line `Answer: ...`."
-        return Question(prompt, {"task": name, "seed": seed}, VERIFIER, (name,), f"Answer: {own}")
+        return Question(prompt, {"task": name, "seed": seed}, VERIFIER, (f"task:{name}",), f"Answer: {own}")
 
     return draw
 

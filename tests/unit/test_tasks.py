@@ -156,7 +156,7 @@ def test_reasoning_gym_scores_in_full_or_not_at_all() -> None:
     assert splits == draw_splits(data, 0)
     assert len({draft.prompt for drafts in splits.values() for draft in drafts}) == 60
     draft = splits["train"][0]
-    assert (draft.verifier, draft.tags) == ("reasoning_gym", ("modulo",))
+    assert (draft.verifier, draft.tags) == ("reasoning_gym", ("task:modulo",))
     right = str(int(re.search(r"(\d+) modulo", draft.prompt)[1]) % 1000)  # type: ignore[index]
     answer = json.loads(draft.answer)
     assert verdict("reasoning_gym", f"I think.\nAnswer: {right}", answer) == "right"
@@ -225,4 +225,4 @@ def test_the_profiles_prepare_their_data(profile: str, most_tokens: int, tmp_pat
     assert all(0 not in row.prompt_ids and len(row.prompt_ids) <= most_tokens for row in rows)
     if profile == "telecom_cpu":
         assert {row.verifier for row in rows} == {"math", "numeric"}
-        assert {row.tags[0] for row in rows} == {"alarm", "link_budget", "handover"}
+        assert {row.tags[0] for row in rows} == {"family:alarm", "family:link_budget", "family:handover"}

@@ -69,7 +69,7 @@ def test_each_question_takes_its_answer_and_refuses_others(family: str, difficul
     for seed in range(150):
         question = drawn(family, difficulty, seed)
         assert question == drawn(family, difficulty, seed), "the same generator gives the same question"
-        assert question.tags == (family, f"difficulty {difficulty}")
+        assert question.tags == (f"family:{family}", f"difficulty:{difficulty}")
         assert json.loads(json.dumps(question.answer)) == question.answer
         assert judged(question, question.solution).verdict == "right", question
         for answer in ("", "Answer:", *(f"Answer: {wrong}" for wrong in wrong_answers(question))):
@@ -90,7 +90,7 @@ def test_a_drawn_set_has_all_families_and_difficulties_and_no_prompt_twice() -> 
     prompts = [draft.prompt_id for drafts in splits.values() for draft in drafts]
     assert len(set(prompts)) == len(prompts) == 800
     tags = {tag for draft in splits["train"] for tag in draft.tags}
-    assert tags == {*FAMILIES, "difficulty 1", "difficulty 2", "difficulty 3"}
+    assert tags == {*(f"family:{family}" for family in FAMILIES), "difficulty:1", "difficulty:2", "difficulty:3"}
     assert all(draft.verifier for draft in splits["train"])
     few = DataConfig.model_validate(
         {
@@ -101,7 +101,7 @@ def test_a_drawn_set_has_all_families_and_difficulties_and_no_prompt_twice() -> 
             "telecom": {"families": {"ipv4": 1}, "difficulty": {2: 1}},
         }
     )
-    assert {draft.tags for draft in draw_splits(few, 0)["train"]} == {("ipv4", "difficulty 2")}
+    assert {draft.tags for draft in draw_splits(few, 0)["train"]} == {("family:ipv4", "difficulty:2")}
 
 
 # ---- the arithmetic

@@ -53,7 +53,7 @@ def colons(address: int) -> str:
 
 def draw_ipv4(rng: random.Random, difficulty: int) -> Question:
     """1: network or broadcast address; 2: the smallest subnet for so many hosts; 3: the shortest aggregate."""
-    tags = ("ipv4", f"difficulty {difficulty}")
+    tags = ("family:ipv4", f"difficulty:{difficulty}")
     address = _private(rng)
     if difficulty == 1:
         prefix = rng.randint(20, 30)
@@ -94,7 +94,7 @@ def draw_ipv4(rng: random.Random, difficulty: int) -> Question:
 
 def draw_ipv6(rng: random.Random, difficulty: int) -> Question:
     """1: how many subnets; 2: the n-th subnet; 3: the prefix that an interface's address is in, short form."""
-    tags = ("ipv6", f"difficulty {difficulty}")
+    tags = ("family:ipv6", f"difficulty:{difficulty}")
     if difficulty == 1:
         outer, inner = rng.randint(28, 56), rng.choice((56, 60, 62, 64))
         if not 0 < inner - outer <= 24:

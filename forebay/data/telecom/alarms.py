@@ -46,7 +46,7 @@ def draw_alarm(rng: random.Random, difficulty: int) -> Question:
         prompt,
         chain[-1],
         "math",
-        ("alarm", f"difficulty {difficulty}"),
+        ("family:alarm", f"difficulty:{difficulty}"),
         answered(f"{''.join(steps)}{top} is clear; ", chain[-1]),
         answered("".join(steps[:2]), chain[:2][-1]),
     )

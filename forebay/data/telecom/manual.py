@@ -47,7 +47,9 @@ def draw_manual(rng: random.Random, difficulty: int) -> Question:
     needed, asked, answer = draw(rng)
     prompt = f"From the operations manual:\n{_excerpt(rng, needed, _LINES[difficulty])}\n\nQuestion: {asked}"
     verifier = "math" if isinstance(answer, str) else "numeric"
-    return Question(prompt, answer, verifier, ("manual", f"difficulty {difficulty}"), answered("", _written(answer)))
+    return Question(
+        prompt, answer, verifier, ("family:manual", f"difficulty:{difficulty}"), answered("", _written(answer))
+    )
 
 
 def _entry(rng: random.Random) -> Asked:

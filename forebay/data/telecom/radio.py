@@ -52,7 +52,7 @@ def _chain(rng: random.Random) -> Question:
         steps = "".join(f"{stage}: {levels[stage]} dBm; " for stage in range(1, end + 1))
         return answered(steps, f"{levels[end]} dBm")
 
-    tags = ("link_budget", "difficulty 1")
+    tags = ("family:link_budget", "difficulty:1")
     answer = quantity(levels[-1], "dBm")
     return Question(prompt + _EASY_END, answer, "numeric", tags, work(stages), work(min(stages, _COUNTED)))
 
@@ -68,7 +68,7 @@ def _given_loss(rng: random.Random) -> Question:
         f"{prompt}. What is the received power in dBm, to one decimal?",
         quantity(level / 10, "dBm", 0.05),
         "numeric",
-        ("link_budget", "difficulty 2"),
+        ("family:link_budget", "difficulty:2"),
         answered(f"{power / 10:.1f} {terms} = {level / 10:.1f}", f"{level / 10:.1f} dBm"),
     )
 
@@ -93,7 +93,7 @@ def _free_space(rng: random.Random) -> Question:
         prompt,
         quantity(round(spare, 4), "dB", 0.1),
         "numeric",
-        ("link_budget", "difficulty 3"),
+        ("family:link_budget", "difficulty:3"),
         answered(work, f"{spare:.2f} dB"),
     )
 
@@ -141,7 +141,7 @@ def draw_handover(rng: random.Random, difficulty: int) -> Question:
         f"sent with the first measurement {held}. After how many ms?"
     )
     work = f"Threshold {threshold:g} dB, measurement {at}"
-    tags = ("handover", f"difficulty {difficulty}")
+    tags = ("family:handover", f"difficulty:{difficulty}")
     return Question(prompt, quantity(at * period, "ms"), "numeric", tags, answered(work, f"{at * period} ms"))
 
 
@@ -162,7 +162,7 @@ def _easy_handover(rng: random.Random) -> Question:
     assert at is not None
     listed = "".join(f"#{number} {sample:+d} dB; " for number, sample in enumerate(samples, 1))
     prompt = f"{_A3}{listed}threshold {threshold} dB; {run} in a row. {_A3_RULE}"
-    tags = ("handover", "difficulty 1")
+    tags = ("family:handover", "difficulty:1")
     answer = quantity(at * _PERIOD_MS, "ms")
     return Question(
         prompt, answer, "numeric", tags, _counted(samples, threshold, run, 1), _counted(samples, threshold, run, 0)

@@ -46,7 +46,7 @@ def lte_rate(layers: int, bits: int, rate: float, blocks: int, overhead: float) 
 
 def draw_throughput(rng: random.Random, difficulty: int) -> Question:
     """1: LTE, everything given; 2: NR with resource blocks given; 3: NR, MCS table row and carrier aggregation."""
-    return (_lte, _nr, _aggregated)[difficulty - 1](rng, f"difficulty {difficulty}")
+    return (_lte, _nr, _aggregated)[difficulty - 1](rng, f"difficulty:{difficulty}")
 
 
 def _lte(rng: random.Random, difficulty: str) -> Question:
@@ -104,4 +104,4 @@ def _range(spacing: int) -> str:
 
 def _asked(prompt: str, rate: float, difficulty: str) -> Question:
     answer = quantity(round(rate, 6), "Mbit/s", 0.0, _WITHIN)
-    return Question(prompt, answer, "numeric", ("throughput", difficulty), answered("", f"{rate:.3f} Mbit/s"))
+    return Question(prompt, answer, "numeric", ("family:throughput", difficulty), answered("", f"{rate:.3f} Mbit/s"))

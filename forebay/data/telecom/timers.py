@@ -34,7 +34,7 @@ def draw_timer(rng: random.Random, difficulty: int) -> Question:
         f"at {period} ms: {listed}; then none. An indication at the very time at which T310 expires is too late. By TS "
         "38.331, 5.3.10, when does it detect radio link failure, in ms? Give 0 ms if it does not."
     )
-    tags = ("timer", f"difficulty {difficulty}")
+    tags = ("family:timer", f"difficulty:{difficulty}")
     return Question(prompt, quantity(failed, "ms"), "numeric", tags, answered("", f"{failed} ms"))
 
 

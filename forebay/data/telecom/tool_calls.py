@@ -42,7 +42,7 @@ def draw_tool_call(rng: random.Random, difficulty: int) -> Question:
     )
     solution = "\n".join(json.dumps(call) for call in calls)
     answer = calls if difficulty == 3 else calls[0]
-    return Question(prompt, answer, "json_call", ("tool_call", f"difficulty {difficulty}"), solution)
+    return Question(prompt, answer, "json_call", ("family:tool_call", f"difficulty:{difficulty}"), solution)
 
 
 def _cell(rng: random.Random) -> str:

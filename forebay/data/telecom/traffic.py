@@ -40,7 +40,7 @@ def late(erlang: float, servers: int, seconds: float, holding_s: float) -> float
 
 def draw_erlang_b(rng: random.Random, difficulty: int) -> Question:
     """1: channels for a blocking target; 2: the blocking of a given group; 3: channels, traffic from calls per hour."""
-    tags = ("erlang_b", f"difficulty {difficulty}")
+    tags = ("family:erlang_b", f"difficulty:{difficulty}")
     if difficulty == 2:
         erlang, servers = rng.randint(20, 10 * _LARGEST[2]) / 10, rng.randint(3, 70)
         percent = 100 * blocking(erlang, servers)
@@ -81,7 +81,7 @@ def draw_erlang_b(rng: random.Random, difficulty: int) -> Question:
 
 def draw_erlang_c(rng: random.Random, difficulty: int) -> Question:
     """1: the probability to wait; 2: the mean wait; 3: agents for a service level."""
-    tags = ("erlang_c", f"difficulty {difficulty}")
+    tags = ("family:erlang_c", f"difficulty:{difficulty}")
     holding = rng.choice((60, 90, 120, 180, 240, 300))
     calls = rng.randint(2, 60) * 10
     erlang = calls * holding / 3600
