@@ -60,6 +60,7 @@ class Trained:
     verdicts: dict[str, int] = field(default_factory=lambda: {"right": 30, "wrong": 41, "timed_out": 1})
     reward_warnings: dict[str, int] = field(default_factory=lambda: {"AllScoresEqual": 2})
     tokens_per_s: float = 900.0
+    examinations: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Evaluated:
     before: float = 0.25
     after: float = 0.5
     p_value: float = 0.001
+    interval: tuple[float, float] = (0.1, 0.4)
+    test_sha256: str = "0" * 64
     examples: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -97,7 +97,8 @@ def test_a_complete_run_publishes_its_summary(config: RunConfig, saved: list[tup
     assert summary["rewards"]["warnings"] == {"AllScoresEqual": 2}
     fates = summary["fates"]
     assert fates["admitted"] == sum(fates[fate] for fate in ("trained", "filtered", "stale", "failed"))
-    assert summary["evaluation"] == {"n": 64, "before": 0.25, "after": 0.5, "p_value": 0.001}
+    told = {"n": 64, "before": 0.25, "after": 0.5, "p_value": 0.001, "interval": [0.1, 0.4], "test_sha256": "0" * 64}
+    assert summary["evaluation"] == {**told, "during": []}
 
 
 def test_a_complete_run_saves_its_artifacts(config: RunConfig, saved: list[tuple[str, object]]) -> None:
