@@ -58,13 +58,14 @@ class Block:
     end: int = 0
     """Bytes of the file (rows of a data set of the hub) that are read by then, as far as is known."""
     lines_of_json: bytes = b""
-    arrow: pa.RecordBatch | None = None
+    arrow: bytes = b""
+    """A stream of Arrow's IPC."""
     parsed: tuple[Record, ...] = ()
 
     def records(self) -> Iterator[tuple[int, Record]]:
         """Numbered; empty lines are passed over."""
-        if self.arrow is not None:
-            yield from enumerate(self.arrow.to_pylist(), self.first)
+        if self.arrow:
+            yield from enumerate(pa.ipc.open_stream(self.arrow).read_all().to_pylist(), self.first)
         elif self.parsed:
             yield from enumerate(self.parsed, self.first)
         else:
@@ -109,7 +110,7 @@ class Part:
         readers = {".parquet": _parquet, ".json": _json_list, ".arrow": _arrow}
         try:
             if self.file is None:
-                yield from _numbered(self.hub.with_format("arrow").iter(ROWS), 1)
+                yield from _numbered(self.hub.with_format("arrow").iter(_most_rows(self.hub.data.nbytes, self.size)), 1)
             elif self.file.suffix == ".jsonl":
                 yield from _json_lines(self.file, start, first)
             elif self.file.suffix == ".csv":
@@ -189,23 +190,33 @@ def _hub(source: str, split: str) -> Any:
 
 
 def _numbered(tables: Iterator[Any], row: float) -> Iterator[Block]:
-    """Arrow tables or batches as blocks of at most `ROWS` rows. `row`: bytes of the file that one takes, on average."""
+    """Arrow tables or batches as blocks of at most `ROWS` rows and about 8 MB. `row`: bytes of the file that one takes,
+    on average."""
     first = 1
     for table in tables:
         batches = table.to_batches() if isinstance(table, pa.Table) else [table]
         for batch in batches:
-            for start in range(0, batch.num_rows, ROWS):
-                piece = batch.slice(start, ROWS)
-                yield Block(first, piece.num_rows, int((first - 1 + piece.num_rows) * row), arrow=piece)
+            most = _most_rows(batch.nbytes, batch.num_rows)
+            for start in range(0, batch.num_rows, most):
+                piece = batch.slice(start, most)
+                sink = pa.BufferOutputStream()
+                with pa.ipc.new_stream(sink, piece.schema) as writer:  # pickle would take the whole batch along
+                    writer.write_batch(piece)
+                end = int((first - 1 + piece.num_rows) * row)
+                yield Block(first, piece.num_rows, end, arrow=sink.getvalue().to_pybytes())
                 first += piece.num_rows
+
+
+def _most_rows(size: int, rows: int) -> int:
+    """Rows of a block, if so many take so many bytes: images make rows of MBs."""
+    return max(1, min(ROWS, 4 * BLOCK * rows // max(1, size)))
 
 
 def _parquet(path: Path) -> Iterator[Block]:
     with pq.ParquetFile(path, buffer_size=BLOCK) as file:
         rows = max(1, file.metadata.num_rows)
-        groups = [file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)]
-        most = max(1, min(ROWS, 4 * BLOCK * rows // max(1, sum(groups))))  # images make rows of MBs
-        yield from _numbered(file.iter_batches(batch_size=most), path.stat().st_size / rows)
+        size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+        yield from _numbered(file.iter_batches(batch_size=_most_rows(size, rows)), path.stat().st_size / rows)
 
 
 def _arrow(path: Path) -> Iterator[Block]:

@@ -2,6 +2,8 @@
 
 import io
 import json
+import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from forebay.data.dataset import Dataset, make_dataset
 from forebay.data.images import Pictures, Vision
 from forebay.data.read import read_source
 from forebay.data.schema import BadRow, Draft
+from forebay.data.sources import Part
 
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
@@ -286,3 +289,13 @@ def test_geometry3k_with_its_images(tmp_path: Path) -> None:
     made = dataset(tmp_path, tmp_path / "verl.parquet", kept)
     assert made.counts["accepted"] == 12
     assert made.column("answer").to_pylist() == [f'"{n}"' for n in range(12)]
+
+
+@pytest.mark.parametrize("write", [parquet, arrow_file, arrow_stream])
+def test_rows_of_megabytes_come_in_small_blocks(tmp_path: Path, write: Callable[[Path, list[Row]], None]) -> None:
+    path = tmp_path / ("rows.parquet" if write is parquet else "rows.arrow")
+    write(path, [{"prompt": f"p{n}", "answer": n, "image": random.Random(n).randbytes(1 << 20)} for n in range(40)])
+    blocks = list(Part(str(path), path).blocks())
+    assert [block.first for block in blocks] == [1, *(block.first + block.lines for block in blocks[:-1])]
+    assert sum(block.lines for block in blocks) == 40
+    assert max(len(pickle.dumps(block)) for block in blocks) < 10e6

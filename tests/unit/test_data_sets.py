@@ -15,6 +15,7 @@ from forebay.config import LeaksConfig, parse_config
 from forebay.data.dataset import Dataset, make_dataset
 from forebay.data.leaks import HeldOut, normalised
 from forebay.data.prepare import PreparedData, prepare_data
+from forebay.data.progress import reading_bar
 from forebay.data.report import lines
 from forebay.data.schema import Draft, Row, prompt_id, read_rows
 from forebay.data.sources import Part
@@ -430,6 +431,18 @@ def test_a_run_tells_its_version_and_a_second_finds_it(tmp_path: Path, model: Pa
     assert "goes on from" in dict(lines(grown, more))["version"]
     ended = failure_summary(grown, status="failed", error=UserError("x"), stages={}, wall_s=1.0)
     assert ended["data"] == {"counts": more.counts, "versions": [told[2]["versions"][0]["version"]]}
+
+
+def test_terminals_get_a_progress_bar_and_files_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for forced, shown in (("1", True), ("", False)):
+        monkeypatch.setenv("FORCE_COLOR", forced)
+        with reading_bar("folder/rows.jsonl") as on_read:
+            on_read(50, 100, 1234)
+        err = capfd.readouterr().err
+        assert ("reading rows.jsonl" in err and "1,234 rows" in err) == shown
+        assert bool(err) == shown
 
 
 def test_thinking_is_the_chat_templates_switch(tmp_path: Path, model: Path) -> None:
