@@ -15,6 +15,7 @@ import typer
 from forebay import __version__
 from forebay.command_line import ProfileArgument, SetOption, guarded, print_pairs
 from forebay.data.commands import app as data_app
+from forebay.evaluation.commands import evaluate
 
 if TYPE_CHECKING:
     from forebay.config import RunConfig
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.command()(evaluate)
 
 
 def main() -> None:

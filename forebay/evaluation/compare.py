@@ -83,6 +83,17 @@ def by_category(
     }
 
 
+def compare_by_tag(
+    tags: Sequence[Sequence[str]], before: Sequence[float], after: Sequence[float]
+) -> dict[str, Comparison]:
+    """Tag, in order -> the comparison of the prompts that have it."""
+    places: dict[str, list[int]] = {}
+    for place, own in enumerate(tags):
+        for tag in own:
+            places.setdefault(tag, []).append(place)
+    return {tag: compare([before[i] for i in rows], [after[i] for i in rows]) for tag, rows in sorted(places.items())}
+
+
 def pick_examples(before: Sequence[float], after: Sequence[float], count: int) -> list[int]:
     """Places of `count` prompts to show: in turn one that gained, lost, stayed good, stayed bad, first come first.
 

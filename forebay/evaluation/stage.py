@@ -26,7 +26,7 @@ from forebay.data.maze import read_prompt
 from forebay.data.schema import Row, read_rows
 from forebay.errors import RunError, UserError
 from forebay.evaluation.answers import Answer, Examiner
-from forebay.evaluation.compare import by_category, compare, pick_examples
+from forebay.evaluation.compare import Comparison, by_category, compare, compare_by_tag, pick_examples
 from forebay.evaluation.metrics import majority, pass_at, powers_of_two
 from forebay.generation.fleet import Fleet
 from forebay.launch.cores import plan_cores
@@ -72,6 +72,8 @@ class EvaluationResult:
     """Prompts that could not be scored."""
     by_size: dict[str, tuple[int, float, float]]
     """Built-in maze only: side length -> (prompts, before, after)."""
+    by_tag: dict[str, Comparison]
+    """Of the prompts with each tag; with many tags, remember how many comparisons these are."""
     examples: list[dict[str, Any]]
     """Of each: prompt, before, after (texts), before_reward, after_reward."""
     samples: int
@@ -136,6 +138,7 @@ def summarize(run: RunContext, samples: Sequence[dict[str, Any]], test_sha256: s
         truncated_after=sum(s["after_truncated"] for s in scored),
         left_out=len(samples) - len(scored),
         by_size=by_category(sizes, before, after) if sizes else {},
+        by_tag=compare_by_tag([s["tags"] for s in scored], before, after),
         examples=[
             {key: scored[i][key] for key in ("prompt", "before", "after", "before_reward", "after_reward")}
             for i in shown
@@ -190,6 +193,7 @@ def _decoder(model: Path) -> Callable[[Sequence[int]], str]:
 def _record(row: Row, before: Answer, after: Answer, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """One row of `evaluation_samples.parquet`; of several responses `before` and `after` are the first one's text."""
     record: dict[str, Any] = {"prompt_id": row.prompt_id, "prompt": row.prompt, "answer": row.answer}
+    record["tags"] = list(row.tags)
     for side, answer in (("before", before), ("after", after)):
         texts = [decode(sample.ids) for sample in answer.samples]
         found = [final_answer(text) for text in texts]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forebay.data.maze import Maze, cell_name, read_prompt
-from forebay.evaluation.compare import verdict
+from forebay.evaluation.compare import Comparison, verdict
 
 if TYPE_CHECKING:
     from forebay.evaluation.stage import EvaluationResult
@@ -33,8 +33,12 @@ def evaluation_markdown(result: "EvaluationResult") -> str:
         f"bootstrap interval {result.interval[0]:+.3f} to {result.interval[1]:+.3f}.",
         "",
         f"{_how(result)} Final answers found by: {_rules(result.rules_before)}; trained: {_rules(result.rules_after)}. "
-        f"SHA-256 of test.parquet: `{result.test_sha256[:16]}`.",
+        f"To repeat it: `forebay evaluate config.yaml --model model` in this run's folder (SHA-256 of test.parquet: "
+        f"`{result.test_sha256[:16]}`).",
     ]
+    if result.by_tag:
+        lines += ["", "| tag | prompts | start | trained | gained | lost | p |", f"| --- |{' ---: |' * 6}"]
+        lines += [_tag(tag, one) for tag, one in result.by_tag.items()]
     if result.left_out:
         lines += ["", f"{result.left_out} prompts could not be scored and are left out of both sides."]
     if result.examples:
@@ -49,6 +53,12 @@ def _sampled(result: "EvaluationResult") -> list[str]:
         return []
     lines = [f"| pass@{k} | {score_text(b)} | {score_text(after.pass_at[k])} |" for k, b in before.pass_at.items()]
     return [*lines, f"| maj@{result.samples} | {score_text(before.majority)} | {score_text(after.majority)} |"]
+
+
+def _tag(tag: str, one: Comparison) -> str:
+    name = tag.replace("|", "\\|")
+    cells = name, one.n, score_text(one.before), score_text(one.after), one.gained, one.lost, f"{one.p_value:.2g}"
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _how(result: "EvaluationResult") -> str:

@@ -175,3 +175,10 @@ def test_the_installed_script_reports_a_missing_profile(tmp_path: Path) -> None:
 def test_guard_keeps_unexpected_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(monkeypatch, ZeroDivisionError("bug"))
     assert isinstance(invoke(cli.app, ["run", QUICKSTART]).exception, ZeroDivisionError)
+
+
+def test_evaluate_needs_a_models_manifest(tmp_path: Path) -> None:
+    profile = Path(__file__).parents[2] / "profiles/quickstart_cpu.yaml"
+    result = CliRunner().invoke(cli.app, ["evaluate", str(profile), "--model", str(tmp_path)])
+    assert result.exit_code == 2
+    assert result.stderr == f"forebay: --model {tmp_path}: no manifest.json there; name the folder `model` of a run\n"

@@ -36,7 +36,15 @@ from forebay.data.schema import Row, prompt_id, write_rows
 from forebay.errors import DataError, DeadlineError, RunError, UserError
 from forebay.evaluation import stage
 from forebay.evaluation.answers import Answer, Examiner
-from forebay.evaluation.compare import bootstrap, by_category, compare, pick_examples, sign_test, verdict
+from forebay.evaluation.compare import (
+    bootstrap,
+    by_category,
+    compare,
+    compare_by_tag,
+    pick_examples,
+    sign_test,
+    verdict,
+)
 from forebay.evaluation.metrics import majority, pass_at, powers_of_two
 from forebay.evaluation.stage import evaluate, trained_snapshot
 from forebay.evaluation.table import draw_maze, evaluation_markdown, mark_walk, p_text
@@ -64,6 +72,18 @@ def test_the_bootstrap_interval_is_that_of_a_plain_loop_and_of_theory() -> None:
     half = norm.ppf(0.975) * differences.std() / 20
     assert (low, high) == pytest.approx((differences.mean() - half, differences.mean() + half), abs=0.006)
     assert bootstrap([0.25] * 9, [0.75] * 9) == (0.5, 0.5)
+
+
+def test_tags_are_compared_each_for_itself() -> None:
+    found = compare_by_tag([["b"], ["a", "b"], [], ["a"]], [0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0])
+    assert list(found) == ["a", "b"]
+    assert (found["a"].n, found["a"].before, found["a"].after, found["a"].gained, found["a"].lost) == (
+        2,
+        0.5,
+        1.0,
+        1,
+        0,
+    )
 
 
 def test_the_verdict_says_no_more_than_the_test() -> None:
@@ -542,8 +562,8 @@ def test_other_prompts_are_shown_as_text_that_cannot_break_out_of_its_block() ->
     example = {"prompt": hostile, "before": "x" * 2000, "after": "", "before_reward": 0.0, "after_reward": 0.5}
     result = stage.EvaluationResult(
         n=1, before=0.0, after=0.5, gained=1, lost=0, p_value=1.0, interval=(0.5, 0.5), mean_length_before=3.0,
-        mean_length_after=4.0, truncated_before=0, truncated_after=0, left_out=2, by_size={}, examples=[example],
-        samples=1, temperature=0.0, sampled_before=None, sampled_after=None, rules_before={}, rules_after={},
+        mean_length_after=4.0, truncated_before=0, truncated_after=0, left_out=2, by_size={}, by_tag={},
+        examples=[example], samples=1, temperature=0.0, sampled_before=None, sampled_after=None, rules_before={}, rules_after={},
         test_sha256="0" * 64,
     )  # fmt: skip
     lines = evaluation_markdown(result).splitlines()

@@ -86,6 +86,7 @@ EVALUATION = EvaluationResult(
     truncated_after=30,
     left_out=0,
     by_size={"3": (150, 0.58, 0.98), "4": (362, 0.42, 0.73)},
+    by_tag={},
     examples=[
         {"prompt": "a1>a1vb1vSa2Gb2", "before": "a2b2", "after": "a2a1b1b2", "before_reward": 0.0, "after_reward": 1.0}
     ],
