@@ -29,7 +29,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
-app.command()(evaluate)
 
 
 def main() -> None:
@@ -183,6 +182,9 @@ def simulate(
         _print_table(("", "measured", "simulated", "deviation"), comparison(calibration.measured, result))
     told = [("assumed", line) for line in assumptions(config, calibration)]
     print_pairs([*lines(scenario, result), *told])
+
+
+app.command()(evaluate)
 
 
 @app.command()

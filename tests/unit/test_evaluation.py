@@ -563,8 +563,8 @@ def test_other_prompts_are_shown_as_text_that_cannot_break_out_of_its_block() ->
     result = stage.EvaluationResult(
         n=1, before=0.0, after=0.5, gained=1, lost=0, p_value=1.0, interval=(0.5, 0.5), mean_length_before=3.0,
         mean_length_after=4.0, truncated_before=0, truncated_after=0, left_out=2, by_size={}, by_tag={},
-        examples=[example], samples=1, temperature=0.0, sampled_before=None, sampled_after=None, rules_before={}, rules_after={},
-        test_sha256="0" * 64,
+        examples=[example], samples=1, temperature=0.0, sampled_before=None, sampled_after=None, rules_before={},
+        rules_after={}, test_sha256="0" * 64,
     )  # fmt: skip
     lines = evaluation_markdown(result).splitlines()
     assert lines.count("````text") == lines.count("````") == 1
