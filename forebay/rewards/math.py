@@ -149,6 +149,10 @@ def _verify(given: str, reference: str) -> bool:
     return bool(expected and found) and bool(verify(expected, found, timeout_seconds=None))
 
 
+AGAIN_S = 0.05
+"""CPU seconds after which a limit that was not heard is told again."""
+
+
 class _TooLongError(BaseException):
     """Not an `Exception`: math-verify and sympy catch those."""
 
@@ -165,7 +169,8 @@ def _limited(seconds: float) -> Iterator[None]:
         raise _TooLongError
 
     before = signal.signal(signal.SIGPROF, late)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    # Again and again: raised within a destructor or a hook of the garbage collector it would be ignored.
+    signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_S)
     try:
         yield
     finally:

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,3 +136,19 @@ def test_an_answer_of_another_kind_is_refused() -> None:
 def test_exact_refuses_an_answer_that_is_no_text() -> None:
     with pytest.raises(TypeError, match="reward exact needs"):
         exact.score("7", ["7"], "")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_limit_is_told_again_if_a_destructor_swallowed_it() -> None:
+    class Slow:
+        def __del__(self) -> None:
+            begin = time.process_time()
+            while time.process_time() - begin < 0.3:
+                pass
+
+    begin = time.process_time()
+    with pytest.raises(math._TooLongError), math._limited(0.1):
+        Slow()
+        while time.process_time() - begin < 5:
+            pass
+    assert time.process_time() - begin < 2
