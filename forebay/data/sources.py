@@ -196,15 +196,48 @@ def _numbered(tables: Iterator[Any], row: float) -> Iterator[Block]:
     for table in tables:
         batches = table.to_batches() if isinstance(table, pa.Table) else [table]
         for batch in batches:
+            batch.validate()  # of a damaged file, whose buffers may be too short
+            for column in batch.schema:
+                _check_names(column)
             most = _most_rows(batch.nbytes, batch.num_rows)
             for start in range(0, batch.num_rows, most):
                 piece = batch.slice(start, most)
-                sink = pa.BufferOutputStream()
-                with pa.ipc.new_stream(sink, piece.schema) as writer:  # pickle would take the whole batch along
-                    writer.write_batch(piece)
                 end = int((first - 1 + piece.num_rows) * row)
-                yield Block(first, piece.num_rows, end, arrow=sink.getvalue().to_pybytes())
+                try:
+                    piece.validate(full=True)
+                except pa.ArrowInvalid:
+                    records = tuple(_sound(piece.slice(place, 1)) for place in range(piece.num_rows))
+                    yield Block(first, piece.num_rows, end, parsed=records)
+                else:
+                    yield Block(first, piece.num_rows, end, arrow=_stream(piece))
                 first += piece.num_rows
+
+
+def _check_names(column: pa.Field) -> None:
+    """Raises `ValueError` if the name of a column, or of one within it, is no text."""
+    str(column.name)
+    kind = column.type
+    if pa.types.is_struct(kind):
+        for place in range(kind.num_fields):
+            _check_names(kind.field(place))
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        _check_names(kind.value_field)
+
+
+def _stream(batch: pa.RecordBatch) -> bytes:
+    """Pickle would take along the whole that a batch is a slice of."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def _sound(row: pa.RecordBatch) -> Record:
+    try:
+        row.validate(full=True)
+    except pa.ArrowInvalid as error:
+        return Unreadable(f"not a valid row of Arrow ({str(error).splitlines()[0][:150]})")
+    return dict(row.to_pylist()[0])
 
 
 def _most_rows(size: int, rows: int) -> int:

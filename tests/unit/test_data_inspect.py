@@ -11,11 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from typer.testing import CliRunner
 
 from forebay import cli
-from forebay.data.inspect import ROWS
+from forebay.config import RunConfig
+from forebay.data.inspect import ROWS, inspect
+from forebay.errors import UserError
 
 invoke = CliRunner(env={"COLUMNS": "300"}).invoke
 
@@ -227,3 +231,44 @@ def test_prepare_makes_the_rows_of_a_profile_and_tells_the_account(tmp_path: Pat
     assert "1 rows: no column 'answer' (columns here: prompt; set data.columns.answer)" in text
     assert "read now" in text
     assert "found read" in invoke(cli.app, ["data", "prepare", str(profile)]).output
+
+
+def test_text_in_parquet_that_is_not_utf8_costs_its_row(tmp_path: Path) -> None:
+    texts = pa.Array.from_buffers(
+        pa.string(), 3, [None, pa.array([0, 1, 3, 4], pa.int32()).buffers()[1], pa.py_buffer(b"a\xe9bc")]
+    )
+    pq.write_table(pa.table({"prompt": texts, "answer": ["1", "2", "3"]}), tmp_path / "rows.parquet")
+    text = told(tmp_path / "rows.parquet")
+    assert "would take 2 rows would leave out 0 repeated, 1 bad" in text
+    assert "1 rows: not a valid row of Arrow (" in text
+    assert "(row 2:" in text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([".jsonl", ".json", ".csv", ".arrow", ".parquet"]), st.binary(max_size=300), st.data())
+def test_no_bytes_give_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, suffix: str, content: bytes, data: st.DataObject
+) -> None:
+    """Noise, and good files with a hole of noise in them."""
+    tmp_path = tmp_path_factory.mktemp("noise")
+    source = tmp_path / f"rows{suffix}"
+    rows = [{"prompt": f"p{n} é", "answer": str(n)} for n in range(20)]
+    if suffix == ".parquet":
+        parquet(source, rows)
+    elif suffix == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(source), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    elif suffix == ".csv":
+        source.write_text("prompt,answer\n" + "".join(f'"{row["prompt"]}",{row["answer"]}\n' for row in rows))
+    else:
+        source.write_text(json.dumps(rows) if suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows))
+    whole = source.read_bytes()
+    place = data.draw(st.integers(0, len(whole)))
+    source.write_bytes(whole[:place] + content + whole[place + data.draw(st.integers(0, len(content))) :])
+    refused = ""
+    try:
+        inspect(str(source), RunConfig(), tmp_path)
+    except UserError as error:
+        refused = str(error)
+    assert "\n" not in refused
