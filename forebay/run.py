@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay.config import RunConfig
+from forebay.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,12 @@ class RunContext:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         run_id = f"{config.name}-{stamp}-{secrets.token_hex(2)}"
         run = cls(config, run_id, Path(config.storage.scratch).resolve(), secrets.token_urlsafe(24))
-        run.logs.mkdir(parents=True)
+        try:
+            run.logs.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(
+                f"storage.scratch {config.storage.scratch}: no folder can be made there ({error.strerror})"
+            ) from None
         return run
 
     @property

@@ -4,6 +4,7 @@ A profile that is wrong raises `UserError` with one line per mistake: file, key,
 """
 
 import difflib
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,13 @@ from pydantic import BaseModel, ValidationError
 from forebay.config.run import RunConfig
 from forebay.errors import UserError
 
+BAD_YAML = (yaml.YAMLError, ValueError, RecursionError)
+"""A date that is none, a number of thousands of digits, thousands of brackets: PyYAML lets Python's own errors out."""
+
+
+_OF_A_TYPE = re.compile(r"function-|constrained-|literal\[|(int|float|str|bool|tuple|list|dict)(\[|$)")
+"""Parts of a mistake's place that are no keys, but the type that was tried."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML's safe loader, which takes the last of two equal keys, made to refuse the second."""
@@ -22,8 +30,12 @@ class _Loader(yaml.SafeLoader):
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
-            if isinstance(key, Hashable) and key in seen:
-                line = key_node.start_mark.line + 1
+            line = key_node.start_mark.line + 1
+            try:
+                hash(key)
+            except TypeError:
+                raise yaml.constructor.ConstructorError(None, None, f"line {line}: {key!r} is no key") from None
+            if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"line {line}: key {key!r} stands here a second time"
                 )
@@ -44,8 +56,21 @@ def parse_config(values: Mapping[str, Any], where: str) -> RunConfig:
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
-        lines = [f"{where}: {_explain(item)}" for item in error.errors()]
+        lines = [f"{where}: {_explain(item)}" for item in _one_a_key(error.errors())]
         raise UserError("\n".join(lines)) from None
+
+
+def _one_a_key(items: Sequence[Any]) -> list[Any]:
+    """One mistake for each key: pydantic tells one for every type that a key may have."""
+    found: dict[tuple[Any, ...], Any] = {}
+    for item in items:
+        location = tuple(part for part in item["loc"] if not (isinstance(part, str) and _OF_A_TYPE.match(part)))
+        if location in found:
+            message = str(item["msg"])
+            found[location] |= {"msg": f"{found[location]['msg']}; or {message[0].lower()}{message[1:]}"}
+        else:
+            found[location] = {**item, "loc": location}
+    return list(found.values())
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -59,7 +84,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read as a profile ({error})") from None
     try:
         values = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except BAD_YAML as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if values is None:
         values = {}
@@ -75,8 +100,8 @@ def _assign(values: dict[str, Any], text: str) -> None:
         raise UserError(f"--set {text}: write key=value, for example --set training.steps=20")
     try:
         value = yaml.load(raw, _Loader)
-    except yaml.YAMLError:
-        raise UserError(f"--set {text}: the value is not valid YAML; quote it") from None
+    except BAD_YAML:
+        raise UserError(f"--set {text[:80]}: the value is not valid YAML; quote it") from None
     node = values
     for part in parts[:-1]:
         child = node.get(part)
@@ -89,7 +114,7 @@ def _assign(values: dict[str, Any], text: str) -> None:
 
 
 def _explain(item: Any) -> str:
-    location = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
+    location = item["loc"]
     key = ".".join(str(part) for part in location)
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
@@ -105,7 +130,8 @@ def _explain(item: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    """Short, and without the credentials of a URI."""
+    text = re.sub(r"(?<!file)(://)[^@\s]+@", r"\1***@", repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

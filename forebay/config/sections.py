@@ -1,5 +1,6 @@
 """One model per concern. Nothing here imports torch, Prefect or vLLM."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -7,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from forebay.config.base import Config
 from forebay.config.lora import LoraConfig
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -151,6 +153,26 @@ class ScheduleConfig(Config):
     """Minibatches in a batch group (one scheduling period); every period carries about the same load."""
 
 
+OWN_FLAGS = {
+    "--host": "launch.host",
+    "--port": "generation.base_port",
+    "--model": "model.path",
+    "--served-model-name": "",
+    "--middleware": "",
+    "--api-key": "",
+    "--dtype": "model.dtype",
+    "--max-model-len": "model.max_model_len",
+    "--seed": "seed",
+    "--max-num-seqs": "generation.max_num_seqs",
+    "--kv-cache-memory-bytes": "generation.kv_cache",
+    "--logprobs-mode": "",
+    "--generation-config": "",
+    "--weight-transfer-config": "",
+    "--worker-extension-cls": "",
+}
+"""Arguments of an engine's server that come from these keys, or that the engine's safety or exactness hangs on."""
+
+
 class GenerationConfig(Config):
     """The rollout fleet."""
 
@@ -161,10 +183,10 @@ class GenerationConfig(Config):
     max_new_tokens: Positive = 128
     """Response budget in tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature of the rollouts; evaluation is greedy."""
+    """Sampling temperature of the rollouts; evaluation has its own."""
     max_num_seqs: Positive = 256
     """Sequences that one engine decodes at a time."""
-    kv_cache: Annotated[str, Field(pattern=r"^\d+[KMG]$")] = "128M"
+    kv_cache: str = "128M"
     """KV cache of one engine, in bytes (K, M, G)."""
     base_port: Port = 0
     """Engine i listens on base_port + i; 0 takes free ports."""
@@ -179,7 +201,26 @@ class GenerationConfig(Config):
     max_restarts: Natural = 2
     """Restarts of dead engines before the run stops."""
     extra_args: list[str] = Field(default=[])
-    """Further arguments of `vllm serve`, as they are."""
+    """Further arguments of `vllm serve`, as they are; none that Forebay gives itself."""
+
+    @field_validator("kv_cache")
+    @classmethod
+    def _a_size(cls, text: str) -> str:
+        if not re.fullmatch(r"0*[1-9]\d*[KMG]", text):
+            raise ValueError("write a size, for example 512M or 4G")
+        return text
+
+    @field_validator("extra_args")
+    @classmethod
+    def _not_ours(cls, given: list[str]) -> list[str]:
+        for text in given:
+            flag = text.partition("=")[0].replace("_", "-")
+            for own, key in OWN_FLAGS.items():
+                if len(flag) > 2 and own.startswith(flag):  # vLLM takes beginnings of a name for the name
+                    raise ValueError(
+                        f"{flag} is for Forebay to give" + (f": set {key} instead" if key else ": leave it")
+                    )
+        return given
 
 
 class QueueConfig(Config):
@@ -281,7 +322,7 @@ class TrainingConfig(Config):
     """`linear` and `cosine`: the rate that they fall to, as a share of `learning_rate`."""
     warmup_steps: Natural = 3
     """Linear warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW, matrices only."""
@@ -344,6 +385,13 @@ class StorageConfig(Config):
     """Local folder for work in progress and caches."""
     min_free_gb: Annotated[float, Field(ge=0)] = 1.0
     """Less free disk than this under `scratch` and the run does not start."""
+
+    @field_validator("uri", "endpoint_url")
+    @classmethod
+    def _without_secrets(cls, text: str | None) -> str | None:
+        if text and "@" in text and not text.startswith("file://"):
+            raise ValueError("no credentials in a URI; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        return text
 
     @field_validator("uri")
     @classmethod

@@ -36,12 +36,12 @@ def test_an_empty_profile_is_the_defaults(tmp_path: Path) -> None:
 def test_overrides_are_yaml_and_the_last_one_wins(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("training:\n  steps: 5\nlaunch:\n")
     overrides = ["training.steps=7", "training.steps=8", "training.learning_rate=1e-3", "mode=sync"]
-    overrides += ["launch.pin=false", "data.maze.sizes={3: 1, 4: 2}", "generation.extra_args=[--seed, '1']"]
+    overrides += ["launch.pin=false", "data.maze.sizes={3: 1, 4: 2}", "generation.extra_args=[--max-logprobs, '1']"]
     config = load_profile(tmp_path / "p.yaml", overrides)
     assert (config.training.steps, config.training.learning_rate, config.mode) == (8, 1e-3, "sync")
     assert config.launch.pin is False
     assert config.data.maze.sizes == {3: 1.0, 4: 2.0}
-    assert config.generation.extra_args == ["--seed", "1"]
+    assert config.generation.extra_args == ["--max-logprobs", "1"]
 
 
 def test_a_resolved_profile_loads_as_itself() -> None:
@@ -78,6 +78,25 @@ def test_a_resolved_profile_loads_as_itself() -> None:
         ("training: !!python/object/apply:os.getcwd []\n", "p.yaml: not valid YAML ("),
         ("control:\n  port: 65536\n", "p.yaml: control.port: input should be less than or equal to 65535 (got 65536)"),
         ("storage:\n  uri: ftp://x\n", "p.yaml: storage.uri: write file://DIR or s3://BUCKET/PREFIX (got 'ftp://x')"),
+        ("control:\n  work_in_progress: x\n", "p.yaml: control.work_in_progress: input should be a valid number"),
+        (
+            "generation:\n  extra_args: [--host, a]\n",
+            "p.yaml: generation.extra_args: --host is for Forebay to give: set l",
+        ),
+        (
+            "generation:\n  extra_args: [--por=9]\n",
+            "p.yaml: generation.extra_args: --por is for Forebay to give: set g",
+        ),
+        (
+            "generation:\n  kv_cache: 0M\n",
+            "p.yaml: generation.kv_cache: write a size, for example 512M or 4G (got '0M')",
+        ),
+        ("training:\n  betas: [5, 0.9]\n", "p.yaml: training.betas.0: input should be less than 1 (got 5)"),
+        ("name: 2026-13-45\n", "p.yaml: not valid YAML (month must be in 1..12)"),
+        ("training:\n  steps: {{ steps }}\n", "p.yaml: not valid YAML (line 2: {'steps': None} is no key)"),
+        ("? [a, b]\n: 1\n", "p.yaml: not valid YAML (line 1: ['a', 'b'] is no key)"),
+        (f"training: {'[' * 5000}\n", "p.yaml: not valid YAML ("),
+        (f"seed: {'1' * 5000}\n", "p.yaml: not valid YAML ("),
         ("data:\n  maze:\n    sizes: {}\n", "p.yaml: data.maze.sizes: give at least one side length, each from 2 to 8"),
     ],
 )
@@ -85,6 +104,15 @@ def test_a_mistake_gets_one_line_that_names_the_key(tmp_path: Path, text: str, m
     said = refusal(tmp_path, text)
     assert said.startswith(message)
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("key", ["storage.uri", "storage.endpoint_url"])
+def test_credentials_in_a_uri_are_refused_and_not_repeated(key: str) -> None:
+    for uri in ("s3://id:hush@bucket/x", "s3://id:hu/sh@bucket/x"):
+        with pytest.raises(UserError, match="no credentials in a URI") as caught:
+            load_profile(None, [f"{key}={uri}"])
+        assert "id:" not in str(caught.value)
+        assert "sh@" not in str(caught.value)
 
 
 def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
