@@ -66,7 +66,8 @@ class LeaksConfig(Config):
 
     check: Literal["ngrams", "equal", "off"] = "ngrams"
     """`equal`: the same but for letter case and white space. `ngrams`: also if a training prompt has at least `share`
-    of a held-out prompt's runs of `words` words; runs that three or more held-out prompts have are boilerplate."""
+    of a held-out prompt's runs of `words` words; runs that three or more held-out prompts have are boilerplate. `off`:
+    only what is a held-out prompt to the letter, which no split ever shares."""
     action: Literal["drop", "refuse"] = "drop"
     """Leave such training prompts out (counted, in quarantine.parquet), or stop."""
     words: Annotated[int, Field(ge=4)] = 13

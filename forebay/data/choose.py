@@ -3,7 +3,8 @@
 Invariants:
 - accepted rows of the data sets = train + validation + test + unused + refused + leaked.
 - The rows chosen for a split are the first, in the order of the split's hash, that are fit for it.
-- No training prompt leaks (`forebay.data.leaks`) from the test or validation prompts chosen.
+- No training prompt leaks (`forebay.data.leaks`) from the test or validation prompts chosen, and no validation prompt
+  from test prompts of another source. No prompt is in two splits, checked at the end.
 - Memory: the rows chosen and a block more, however large the data sets are.
 """
 
@@ -13,13 +14,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from forebay.config import RunConfig
+from forebay.data.counted import counted
 from forebay.data.dataset import Dataset
 from forebay.data.leaks import HeldOut
 from forebay.data.read import bad_row
 from forebay.data.schema import BadRow, Draft, Row
 from forebay.data.split import fill_empty, orders, shuffled, smallest
 from forebay.data.template import Template
-from forebay.errors import DataError, UserError
+from forebay.errors import DataError, RunError, UserError
 from forebay.rewards.composition import may_name
 
 Leak = Callable[[Draft], str | None]
@@ -74,21 +76,33 @@ def choose(dataset: Dataset, tests: Dataset | None, config: RunConfig, template:
         places["test"] = shuffled(_ids(tests))
         accepted += tests.counts["accepted"]
     test = _fill(tests or dataset, places["test"], data.test_prompts, judge, _no_leak)
-    validation = _fill(dataset, places["validation"], data.validation_prompts, judge, _no_leak)
+    # Places of one source share no prompt; a source of its own for the test may hold the same prompts.
+    apart = _no_leak if tests is None else HeldOut(test, data.leaks).leak
+    validation = _fill(dataset, places["validation"], data.validation_prompts, judge, apart)
     leak = HeldOut([*test, *validation], data.leaks).leak
     train = _fill(dataset, places["train"], data.train_prompts, judge, leak)
     if judge.leaked and data.leaks.action == "refuse":
         first = judge.leaked[0]
         raise UserError(
-            f"data.source: {first.source}: {len(judge.leaked)} training prompts leak; row {first.row}: {first.reason}; "
+            f"data.source: {first.source}: {counted(len(judge.leaked), 'prompt')} to train on or to validate with "
+            f"{'leaks' if len(judge.leaked) == 1 else 'leak'}; row {first.row}: {first.reason}; "
             "set data.leaks.action to drop to leave them out"
         )
     splits = {"train": train, "validation": validation, "test": test}
     if tests is None:
         fill_empty(splits)
     splits = {name: [replace(row, split=name) for row in rows] for name, rows in splits.items()}
+    _check_apart(splits)
     unused = accepted - sum(map(len, splits.values())) - len(judge.refused) - len(judge.leaked)
     return Chosen(splits, judge.refused, judge.leaked, unused)
+
+
+def _check_apart(splits: dict[str, list[Row]]) -> None:
+    found: dict[str, str] = {}
+    for name, rows in splits.items():
+        for row in rows:
+            if found.setdefault(row.prompt_id, name) != name:
+                raise RunError(f"prompt {row.prompt_id} is in {found[row.prompt_id]} and in {name}: a bug")
 
 
 def _ids(dataset: Dataset) -> list[str]:

@@ -40,7 +40,8 @@ class HeldOut:
         self._config = config
         self._equal = {likeness(row.messages, row.images): row.prompt_id for row in rows}
         self._owners: dict[str, list[int]] = defaultdict(list)
-        self._ids = [row.prompt_id for row in rows]
+        self._names = [row.prompt_id for row in rows]
+        self._ids = set(self._names)
         if config.check == "ngrams":
             for place, row in enumerate(rows):
                 for run in self._runs(row):
@@ -50,9 +51,9 @@ class HeldOut:
         self._sizes = Counter(place for owners in self._owners.values() for place in owners)
 
     def leak(self, draft: Draft) -> str | None:
-        """Why a training prompt must not be trained on; None if it may."""
+        """Why a prompt must not be used; None if it may. Without a check (`off`): only if it is the very prompt."""
         if self._config.check == "off":
-            return None
+            return f"leak: is the held-out prompt {draft.prompt_id}" if draft.prompt_id in self._ids else None
         same = self._equal.get(likeness(draft.messages, draft.images))
         if same is not None:
             return f"leak: equals the held-out prompt {same}"
@@ -63,7 +64,7 @@ class HeldOut:
             if count >= self._config.share * self._sizes[place]:
                 return (
                     f"leak: has {count} of the {self._sizes[place]} runs of {self._config.words} words of the held-out "
-                    f"prompt {self._ids[place]}"
+                    f"prompt {self._names[place]}"
                 )
         return None
 

@@ -21,7 +21,7 @@ from forebay.data.schema import Draft, Row, prompt_id, read_rows
 from forebay.data.sources import Part
 from forebay.data.split import SPLITS, place
 from forebay.data.start_model import resolve_start_model
-from forebay.errors import UserError
+from forebay.errors import RunError, UserError
 from forebay.run import RunContext
 from forebay.telemetry.summary import failure_summary
 
@@ -290,7 +290,9 @@ def test_equal_prompts_leak_whatever_their_case() -> None:
     assert held.leak(draft("How much")) is None
     assert held.leak(draft("find x.", ("a",))) is not None
     assert held.leak(draft("find x.", ("b",))) is None
-    assert HeldOut([row("a")], LeaksConfig(check="off")).leak(draft("a")) is None
+    off = HeldOut([row("a")], LeaksConfig(check="off"))
+    assert off.leak(draft("A")) is None
+    assert off.leak(draft("a")) == f"leak: is the held-out prompt {row('a').prompt_id}"
 
 
 @pytest.mark.parametrize(
@@ -395,12 +397,38 @@ def test_held_out_prompts_from_a_source_of_their_own(tmp_path: Path, model: Path
     leaked = [r for r in pq.read_table(run.data / "quarantine.parquet").to_pylist() if r["reason"].startswith("leak")]
     assert [(one["row"], one["source"]) for one in leaked] == [(8, sources["source"])]
     with pytest.raises(
-        UserError, match=r"1 training prompts leak; row 8: leak: equals .*set data.leaks.action to drop"
+        UserError,
+        match=r"1 prompt to train on or to validate with leaks; row 8: leak: equals .*set data.leaks.action to drop",
     ):
         prepare(tmp_path, model, **sources, train_prompts=100, leaks={"action": "refuse"})
     told = dict(lines(run, done))
     assert told["read"] == "37 rows"
     assert told["left out"] == "1 quarantined, 2 duplicates, 1 leaked"
+
+
+@pytest.mark.parametrize("check", ["ngrams", "equal", "off"])
+def test_a_test_source_of_the_same_prompts_shares_none_with_the_other_splits(
+    tmp_path: Path, model: Path, check: str
+) -> None:
+    write(tmp_path / "train.jsonl", numbered(*range(200)))
+    write(tmp_path / "test.jsonl", numbered(*range(120)))
+    sources = {"source": str(tmp_path / "train.jsonl"), "test_source": str(tmp_path / "test.jsonl")}
+    sizes = {"train_prompts": 70, "validation_prompts": 30, "test_prompts": 150}
+    _, done = prepare(tmp_path, model, **sources, **sizes, leaks={"check": check})
+    rows = check_account(done)
+    ids = {name: {one.prompt_id for one in rows[name]} for name in SPLITS}
+    assert len(ids["test"]) == 120
+    assert done.counts["leaked"] == 120
+    assert ids["validation"]
+    assert sum(map(len, ids.values())) == len(set().union(*ids.values()))
+
+
+def test_a_prompt_in_two_splits_ends_the_run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "train.jsonl", numbered(*range(20)))
+    write(tmp_path / "test.jsonl", numbered(*range(20)))
+    monkeypatch.setattr(HeldOut, "leak", lambda self, draft: None)
+    with pytest.raises(RunError, match=r"prompt [0-9a-f]{16} is in (train|validation) and in (validation|test): a bug"):
+        prepare(tmp_path, model, source=str(tmp_path / "train.jsonl"), test_source=str(tmp_path / "test.jsonl"))
 
 
 def test_near_copies_of_test_prompts_leave_the_training_split(tmp_path: Path, model: Path) -> None:
