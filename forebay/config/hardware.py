@@ -1,8 +1,8 @@
 """The devices that a profile is meant for. Imports no torch."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from forebay.config.base import Config
 from forebay.config.sections import Positive
@@ -23,3 +23,12 @@ class HardwareConfig(Config):
     """Accelerators of one host, which share its CPU memory."""
     host_memory_gib: Annotated[float, Field(gt=0)] | None = None
     """CPU memory of one host; null: unknown, nothing is refused."""
+
+    @model_validator(mode="after")
+    def _room(self) -> Self:
+        if self.device_memory_gib is not None and self.reserve_gib >= self.device_memory_gib:
+            raise ValueError(
+                f"hardware.reserve_gib ({self.reserve_gib:g}) leaves nothing of hardware.device_memory_gib "
+                f"({self.device_memory_gib:g}): lower the one or raise the other"
+            )
+        return self

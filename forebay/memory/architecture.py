@@ -165,22 +165,24 @@ def architecture_of(path: str) -> Architecture:
         raise UserError(f"{file}: cannot be read ({error})") from None
 
 
-def parse(config: Mapping[str, Any], name: str) -> Architecture:
+def parse(config: Any, name: str) -> Architecture:
     """From the content of a `config.json`; raises `UserError`, naming the model."""
+    if not isinstance(config, Mapping):
+        raise UserError(f"model.path {name}: its config.json is a {type(config).__name__}, not a mapping of names")
     family = str(config.get("model_type"))
     if family not in FAMILIES:
         raise UserError(
             f"model.path {name}: the parts of a {family} are not known here, only those of {', '.join(FAMILIES)}"
         )
-    text = config.get("text_config", config)
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     qwen2, qwen3 = family in ("qwen2", "qwen2_5_vl"), family in ("qwen3", "qwen3_moe")
-    bias = bool(text.get("attention_bias", False))
     try:
+        text = _mapping(config.get("text_config", config))
+        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        bias = bool(text.get("attention_bias", False))
         heads, layers = text["num_attention_heads"], text["num_hidden_layers"]
         experts = text["num_experts"] if family == "qwen3_moe" else 0
         every, dense = text.get("decoder_sparse_step", 1), text.get("mlp_only_layers") or ()
-        return Architecture(
+        a = Architecture(
             layers=layers,
             hidden=text["hidden_size"],
             intermediate=text["intermediate_size"],
@@ -197,12 +199,29 @@ def parse(config: Mapping[str, Any], name: str) -> Architecture:
             experts_per_token=text["num_experts_per_tok"] if experts else 0,
             expert_intermediate=text["moe_intermediate_size"] if experts else 0,
             dense_layers=sum(i in dense or (i + 1) % every != 0 for i in range(layers)) if experts else 0,
-            vision=_vision(config["vision_config"]) if family == "qwen2_5_vl" else None,
+            vision=_vision(_mapping(config["vision_config"])) if family == "qwen2_5_vl" else None,
         )
+        _check(a)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise UserError(
             f"model.path {name}: its config.json lacks what the estimate needs ({type(error).__name__}: {error})"
         ) from None
+    return a
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value!r} is not a mapping")
+    return value
+
+
+def _check(a: Architecture) -> None:
+    """Raises `TypeError` if a size is no number, or one that no model has."""
+    sizes = vars(a) | ({f"vision {name}": size for name, size in vars(a.vision).items()} if a.vision else {})
+    for name, size in sizes.items():
+        least = 0 if isinstance(size, bool) or "expert" in name or name == "dense_layers" else 1
+        if name != "vision" and (not isinstance(size, int) or size < least):
+            raise TypeError(f"{name} is {size!r}")
 
 
 def _vision(config: Mapping[str, Any]) -> Vision:
