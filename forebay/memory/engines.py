@@ -7,6 +7,7 @@ vLLM's formula: blocks of 16 tokens, each 2 x layers x key-value heads x head si
 from itertools import pairwise
 
 from forebay.config import RunConfig
+from forebay.errors import UserError
 from forebay.memory.architecture import Architecture, architecture_of, parse_size
 from forebay.memory.items import ITEMSIZE, FleetMemory, Item, present
 
@@ -19,14 +20,20 @@ SAMPLING_COPIES = 3
 
 
 def parallel_sizes(config: RunConfig) -> tuple[int, int]:
-    """(tensor, pipeline) parallel ranks of one engine, from vLLM's arguments in `generation.extra_args`."""
+    """(tensor, pipeline) parallel ranks of one engine, from vLLM's arguments in `generation.extra_args`. Raises
+    `UserError` if one of them has no number."""
     sizes = {"tensor": 1, "pipeline": 1}
     names = {"tensor": ("--tensor-parallel-size", "-tp"), "pipeline": ("--pipeline-parallel-size", "-pp")}
     words = [word for arg in config.generation.extra_args for word in arg.replace("=", " ").split()]
     for kind, own in names.items():
-        for word, value in pairwise(words):
-            if word in own and value.isdecimal():
-                sizes[kind] = max(1, int(value))
+        for word, value in pairwise([*words, "nothing"]):
+            if word not in own:
+                continue
+            if not value.isdecimal() or int(value) == 0:
+                raise UserError(
+                    f"generation.extra_args: {word} is followed by {value}; give the number of ranks, 1 or more"
+                )
+            sizes[kind] = int(value)
     return sizes["tensor"], sizes["pipeline"]
 
 

@@ -5,6 +5,7 @@ Invariants:
 - The least change comes first: the same ranks without offloading, then with it, then more ranks.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from forebay.config import RunConfig
 from forebay.errors import UserError
-from forebay.memory.architecture import Architecture, architecture_of
+from forebay.memory.architecture import Architecture, architecture_of, parse_size
 from forebay.memory.engines import engine_devices, engines_memory, kv_tokens, parallel_sizes
 from forebay.memory.items import GIB, FleetMemory, gib
 from forebay.memory.trainer import recomputes, trainer_memory
@@ -73,7 +74,7 @@ def _count(config: RunConfig, trainer: FleetMemory, engines: FleetMemory) -> Ite
 def _trainer(config: RunConfig, a: Architecture, memory: FleetMemory) -> Iterator[str]:
     if not _too_large(config, memory):
         return
-    wanted = ", or ".join(_advice(config, a)) or "a smaller model, or fewer training.micro_batch_tokens"
+    wanted = ", or ".join(_advice(config, a)) or _otherwise(config, memory)
     yield f"the trainer does not fit: {_short(config, memory)}; what fits: {wanted}"
 
 
@@ -86,7 +87,7 @@ def _engines(config: RunConfig, a: Architecture, memory: FleetMemory) -> Iterato
         )
     if not _too_large(config, memory):
         return
-    wanted = ", or ".join(_engine_advice(config, a, memory)) or "more tensor-parallel ranks"
+    wanted = ", or ".join(_engine_advice(config, a, memory)) or _otherwise(config, memory)
     yield f"the engines do not fit: {_short(config, memory)}; what fits: {wanted}"
 
 
@@ -107,6 +108,17 @@ def _short(config: RunConfig, memory: FleetMemory) -> str:
     assert host is not None, "one of the two is too small"
     largest = max(memory.items, key=lambda item: item.host)
     return f"{gib(memory.host)} GiB on a host of {host:,.1f} GiB, most of it {largest.name} ({gib(largest.host)})"
+
+
+def _otherwise(config: RunConfig, memory: FleetMemory) -> str:
+    """Where no setting helps."""
+    device, host = room(config), config.hardware.host_memory_gib
+    larger = []
+    if device is not None and memory.device > device:
+        larger.append(f"hardware.device_memory_gib={math.ceil(memory.device / GIB + config.hardware.reserve_gib)}")
+    if host is not None and memory.host > host * GIB:
+        larger.append(f"hardware.host_memory_gib={math.ceil(memory.host / GIB)}")
+    return f"devices with {' and '.join(larger)}, or a smaller model"
 
 
 def _advice(config: RunConfig, a: Architecture) -> list[str]:
@@ -160,23 +172,28 @@ def _text(value: Any) -> str:
 
 
 def _engine_advice(config: RunConfig, a: Architecture, memory: FleetMemory) -> Iterator[str]:
-    """A smaller cache that still holds one sequence; more tensor-parallel ranks."""
-    device = room(config)
-    if device is None:
-        return
-    cache = next((item.device for item in memory.items if item.name == "KV cache"), 0.0)
-    left = int((device - memory.device + cache) // GIB)
+    """A smaller cache that still holds one sequence; more tensor-parallel ranks; fewer engines."""
+
+    def fits(**changes: Any) -> bool:
+        changed = _with_engines(config, **changes)
+        holds = kv_tokens(changed, a) >= config.model.max_model_len
+        return holds and not _too_large(changed, engines_memory(changed, a))
+
+    if (device := room(config)) is not None:
+        cache = parse_size(config.generation.kv_cache)
+        left = int((device - memory.device + cache) // GIB)
+        if 0 < left * GIB < cache and fits(kv_cache=f"{left}G"):
+            yield f"generation.kv_cache={left}G"
     tensor, _ = parallel_sizes(config)
-    smaller = _with_engines(config, kv_cache=f"{max(left, 1)}G")
-    if left >= 1 and kv_tokens(smaller, a) >= config.model.max_model_len:
-        yield f"generation.kv_cache={left}G"
     for times in MORE_RANKS:
         if a.heads % (tensor * times):
-            return
-        arguments = [*config.generation.extra_args, "--tensor-parallel-size", str(tensor * times)]
-        if not _too_large(wider := _with_engines(config, extra_args=arguments), engines_memory(wider, a)):
+            break
+        if fits(extra_args=[*config.generation.extra_args, "--tensor-parallel-size", str(tensor * times)]):
             yield f"--tensor-parallel-size {tensor * times} in generation.extra_args"
-            return
+            break
+    engines = next((n for n in range(config.generation.engines - 1, 0, -1) if fits(engines=n)), 0)
+    if engines:
+        yield f"generation.engines={engines}"
 
 
 def _with_engines(config: RunConfig, **changes: Any) -> RunConfig:

@@ -139,7 +139,10 @@ def test_a_saved_config_is_read_like_the_hubs(tmp_path: Path) -> None:
         (None, "its sizes are not known here; give a folder with its config.json, or one of HuggingFaceTB"),
         ('{"model_type": "gpt2"}', "the parts of a gpt2 are not known here"),
         ('{"model_type": "qwen3"}', "lacks what the estimate needs"),
+        ('{"model_type": "qwen3", "text_config": 3}', "lacks what the estimate needs .*3 is not a mapping"),
         ("not json", "cannot be read"),
+        ("[]", "its config.json is a list, not a mapping"),
+        ("null", "its config.json is a NoneType, not a mapping"),
     ],
 )
 def test_what_is_not_known_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
@@ -147,6 +150,15 @@ def test_what_is_not_known_is_refused(tmp_path: Path, content: str | None, messa
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=message):
         architecture_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_hidden_layers": "3"}, {"vocab_size": None}, {"hidden_size": -48}, {"vision_config": []}],
+)
+def test_sizes_that_no_model_has_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^model.path x: its config.json lacks what the estimate needs"):
+        parse(TINY_CONFIGS["qwen2_5_vl"] | change, "x")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -220,6 +232,18 @@ def test_tensor_parallel_ranks_share_matrices_and_repeat_the_rest() -> None:
     more = 2 * a.layers * a.hidden * a.head_dim / 2
     assert eight == pytest.approx(2 * ((a.parameters - a.replicated) / 8 + a.replicated + more))
     assert engines.engine_weights(a, 2, 1, 2) > alone / 2
+
+
+@pytest.mark.parametrize("arguments", [["-tp", "2", "-pp=3"], ["--pipeline-parallel-size", "3", "-tp=2"]])
+def test_parallel_sizes_are_read_from_the_arguments(arguments: list[str]) -> None:
+    assert engines.parallel_sizes(profile(generation={"extra_args": arguments})) == (2, 3)
+
+
+@pytest.mark.parametrize("value", [["foo"], ["0"], ["-3"], ["2.0"], []])
+@pytest.mark.parametrize("name", ["--tensor-parallel-size", "-tp", "--pipeline-parallel-size"])
+def test_parallel_sizes_that_are_no_number_are_refused(name: str, value: list[str]) -> None:
+    with pytest.raises(UserError, match=rf"^generation.extra_args: {name} is followed by .*; give the number of ranks"):
+        engines.parallel_sizes(profile(generation={"extra_args": [name, *value]}))
 
 
 def profile(**sections: Any) -> RunConfig:
@@ -321,6 +345,36 @@ def test_each_thing_that_does_not_fit_is_named(sections: dict[str, Any], message
         training={"zero_stage": 2, "offload": "none", "ranks": 1} | sections.pop("training", {}), **sections
     )
     assert any(re.search(message, problem) for problem in dry_run(config).problems)
+
+
+@pytest.mark.parametrize(
+    ("host", "engines_there", "advice"),
+    [(8, 4, "generation.engines=1"), (1, 2, "devices with hardware.host_memory_gib=15, or a smaller model")],
+)
+def test_a_cache_does_not_help_a_small_host(host: int, engines_there: int, advice: str) -> None:
+    """Each engine stages 7.49 GiB of weights there."""
+    config = profile(
+        generation={"engines": engines_there}, hardware={"host_memory_gib": host}, training={"zero_stage": 2}
+    )
+    (problem,) = (text for text in dry_run(config).problems if "engines" in text)
+    assert problem.endswith(f"; what fits: {advice}")
+
+
+def test_a_cache_that_is_advised_is_smaller_than_the_profiles() -> None:
+    """Where device and host are both too small, a smaller cache alone is no advice."""
+    tight = {"hardware": {"host_memory_gib": 10}, "generation": {"kv_cache": "79G", "engines": 2}}
+    (problem,) = (text for text in dry_run(profile(**tight)).problems if "engines" in text)
+    assert problem.endswith(
+        "what fits: devices with hardware.device_memory_gib=92 and hardware.host_memory_gib=15, or a smaller model"
+    )
+
+
+def test_a_reserve_leaves_room() -> None:
+    with pytest.raises(
+        UserError, match=r"hardware.reserve_gib \(4\) leaves nothing of hardware.device_memory_gib \(4\)"
+    ):
+        profile(hardware={"device_memory_gib": 4})
+    assert profile(hardware={"device_memory_gib": 4.5}).hardware.reserve_gib == 4
 
 
 PROFILES = [
