@@ -1,5 +1,6 @@
 """Where prompts come from, how they are checked and shared out. Imports no torch, no pyarrow."""
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -9,6 +10,14 @@ from forebay.config.tasks import CycleConfig, TelecomConfig
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
+_SECRET = re.compile(r"\w+://([^/@]*@|[^@]*:[^@]*@)")
+"""A URI with credentials; secrets may have slashes in them. An object's name may have an `@`."""
+
+
+def refuse_credentials(source: str) -> None:
+    """Raises `ValueError`, which does not repeat them."""
+    if _SECRET.match(source):
+        raise ValueError("no credentials in a URI; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
 
 
 class MazeConfig(Config):
@@ -124,6 +133,13 @@ class DataConfig(Config):
     """Settings of `builtin:cycle`."""
     telecom: TelecomConfig = TelecomConfig()
     """Settings of `builtin:telecom`."""
+
+    @field_validator("source", "test_source")
+    @classmethod
+    def _without_secrets(cls, source: str | None) -> str | None:
+        if source is not None:
+            refuse_credentials(source)
+        return source
 
     @model_validator(mode="after")
     def _test_source(self) -> Self:

@@ -115,6 +115,16 @@ def test_credentials_in_a_uri_are_refused_and_not_repeated(key: str) -> None:
         assert "sh@" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["data.source", "data.test_source"])
+def test_credentials_in_a_source_are_refused_and_not_repeated(key: str) -> None:
+    for uri in ("s3://id:hush@bucket/x", "s3://id:hu/sh@bucket/x", "s3://hush@bucket/x"):
+        with pytest.raises(UserError, match="no credentials in a URI") as caught:
+            load_profile(None, [f"{key}={uri}"])
+        assert "id:" not in str(caught.value)
+        assert "sh@" not in str(caught.value)
+    load_profile(None, ["data.source=s3://bucket/a@b.jsonl"])
+
+
 def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
     said = refusal(tmp_path, "seed: x\ntraining:\n  steps: -1\n").splitlines()
     assert [line.split(": ")[1] for line in said] == ["seed", "training.steps"]
