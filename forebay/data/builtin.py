@@ -24,6 +24,8 @@ from forebay.errors import UserError
 
 _TRIES = 50
 """Draws for each prompt asked for, on average, before a task is said to have too few."""
+_IN_A_ROW = 10_000
+"""Draws in a row of prompts that there are already, before the same is said: sizes of millions end soon, too."""
 
 DrawFrom = Callable[[random.Random, DataConfig], Question]
 
@@ -83,14 +85,17 @@ def draw_splits(data: DataConfig, seed: int) -> dict[str, list[Draft]]:
     for name, size in sizes.items():
         rng = random.Random(f"{data.source} {seed} {name}")
         splits[name] = []
-        tries = _TRIES * (size + 10)
+        tries, repeats = _TRIES * (size + 10), 0
         while len(splits[name]) < size:
             question = draw(rng, data)
             tries -= 1
             if (question.prompt, question.images) not in seen:
                 seen.add((question.prompt, question.images))
+                repeats = 0
                 splits[name].append(_draft(question, data.source))
-            elif tries <= 0:
+                continue
+            repeats += 1
+            if tries <= 0 or repeats >= _IN_A_ROW:
                 raise UserError(
                     f"data.source {data.source}: found only {len(seen)} different prompts of the "
                     f"{sum(sizes.values())} asked for: lower data.{name}_prompts{_HINTS.get(data.source, '')}"

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -293,6 +294,11 @@ def test_a_task_with_too_few_different_prompts_says_so() -> None:
         UserError, match=r"found only 16 different prompts of the 30 .*lower data.train_prompts or give"
     ):
         draw_splits(data, 0)
+    many = DataConfig(source="builtin:arithmetic", train_prompts=1_000_000, validation_prompts=2, test_prompts=8)
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"found only 504 different prompts of the 1000010 .*data.train_prompts"):
+        draw_splits(many, 0)
+    assert time.monotonic() - start < 10
     with pytest.raises(UserError, match="the built-in tasks are builtin:maze, builtin:arithmetic"):
         draw_splits(DataConfig(source="builtin:chess"), 0)
 
