@@ -20,6 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from forebay.config import RunConfig
+from forebay.config.data import refuse_credentials
+from forebay.data.hub import load_from_hub
 from forebay.errors import UserError
 from forebay.storage.objects import open_objects
 
@@ -129,6 +131,8 @@ def parts_of(source: str, split: str, config: RunConfig, cache: Path) -> list[Pa
     """The parts of a source, in order. `cache`: where objects of S3 are fetched to."""
     if source.startswith("s3://"):
         return _fetched(source, split, config, cache)
+    if source.startswith("builtin:"):
+        raise UserError(f"data.source: {source}: no file: `forebay data prepare` draws the tasks of a profile")
     path = Path(source)
     if path.is_dir():
         found = (file for file in path.rglob("*") if file.is_file())
@@ -142,7 +146,14 @@ def parts_of(source: str, split: str, config: RunConfig, cache: Path) -> list[Pa
         return [Part(source, path)]
     if path.exists():
         raise UserError(f"data.source: {path}: give a file that ends in {', '.join(SUFFIXES)}, or a directory of such")
-    return [Part(source, None, _hub(source, split))]
+    # Names on the hub are NAME or OWNER/NAME.
+    if source.startswith((".", "/", "~")) or (source.count("/") != 1 and "/" in source) or _in_folder(path):
+        raise UserError(f"data.source: {source}: no such file or folder")
+    return [Part(source, None, load_from_hub(source, split))]
+
+
+def _in_folder(path: Path) -> bool:
+    return path.parent != Path() and path.parent.is_dir()
 
 
 def _of_split(names: list[str], split: str) -> list[str]:
@@ -158,6 +169,12 @@ def _of_split(names: list[str], split: str) -> list[str]:
 def _fetched(source: str, split: str, config: RunConfig, cache: Path) -> list[Part]:
     single = source.endswith(SUFFIXES)
     root = source.rpartition("/")[0] if single else source.rstrip("/")
+    try:
+        refuse_credentials(source)
+    except ValueError as error:
+        raise UserError(f"data.source: {error}") from None
+    if not root.removeprefix("s3:").strip("/"):
+        raise UserError(f"data.source: {source}: write s3://BUCKET/PREFIX, or s3://BUCKET/NAME.parquet")
     objects = open_objects(root, config.storage.endpoint_url)
     keys = [source.rpartition("/")[2]] if single else _of_split(objects.list_keys(), split)
     if not keys:
@@ -175,18 +192,6 @@ def _fetched(source: str, split: str, config: RunConfig, cache: Path) -> list[Pa
         unfinished.replace(target)
         parts.append(Part(f"{root}/{key}", target))
     return parts
-
-
-def _hub(source: str, split: str) -> Any:
-    import datasets
-
-    try:
-        return datasets.load_dataset(source, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # missing, offline, no such split, not a data set
-        raise UserError(
-            f"data.source: {source}: neither a file ending in {', '.join(SUFFIXES)}, nor a directory, nor a data set "
-            f"that can be fetched from the Hugging Face hub ({type(error).__name__}: {str(error).splitlines()[0]})"
-        ) from None
 
 
 def _numbered(tables: Iterator[Any], row: float) -> Iterator[Block]:

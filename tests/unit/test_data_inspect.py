@@ -4,9 +4,11 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -144,6 +146,7 @@ def test_images(tmp_path: Path) -> None:
         ("utf16.csv", "prompt,answer".encode("utf-16"), 2, "it is UTF-16: save it as UTF-8"),
         ("rows.txt", b"x", 2, "give a file that ends in .parquet"),
         ("missing.jsonl", None, 2, "no such file"),
+        ("missing", None, 2, "/missing: no such file or folder"),
     ],
 )
 def test_files_of_no_use_are_told_in_one_line(
@@ -156,6 +159,35 @@ def test_files_of_no_use_are_told_in_one_line(
     assert words in " ".join(result.output.split())
     assert code == 1 or result.output.count("\n") == 1
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("data/mine", "data.source: data/mine: no such file or folder"),
+        ("./mine", "data.source: ./mine: no such file or folder"),
+        ("a/b/c", "data.source: a/b/c: no such file or folder"),
+        ("s3://", "data.source: s3://: write s3://BUCKET/PREFIX"),
+        ("s3://x.jsonl", "data.source: s3://x.jsonl: write s3://BUCKET/PREFIX"),
+        ("builtin:maze", "`forebay data prepare` draws the tasks"),
+        ("s3://id:hush@bucket/x", "data.source: no credentials in a URI; set AWS_ACCESS_KEY_ID"),
+        ("owner/name", "ConnectionError: Couldn't reach 'owner/name' on the Hub"),
+        ("owner/name", "check the name or the connection"),
+    ],
+)
+def test_sources_that_are_not_there_are_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    result = invoke(cli.app, ["data", "inspect", source])
+    assert time.monotonic() - start < 5
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "hush" not in result.output
+    assert result.output.count("\n") == 1
 
 
 def test_a_truncated_parquet_file(tmp_path: Path) -> None:
