@@ -125,13 +125,16 @@ class Chunk:
         return np.split(tokens, np.cumsum([len(s.ids) for s in self.sequences])[:-1])
 
 
-def decode_chunk(body: bytes, algorithm: AlgorithmConfig, budget: int) -> Chunk:
-    """Unpack and check; `budget` is the response budget in tokens. Raises `RunError` that says what is wrong."""
+def decode_chunk(body: bytes, algorithm: AlgorithmConfig, budget: int, sync_every: int = 1) -> Chunk:
+    """Unpack and check; `budget` is the response budget in tokens, `sync_every` the steps of a version. Raises
+    `RunError` that says what is wrong."""
     try:
         message = msgpack.unpackb(body)
         step, version, groups = int(message["step"]), int(message["version"]), message["groups"]
         complete = bool(message.get("complete", True))
-        samples = [_group(group, version) for group in groups]
+        # After its first step a version is only the engines': the trainer's weights have moved on.
+        own = version if (step - 1) % sync_every == 0 else None
+        samples = [_group(group, own) for group in groups]
         rewards = [[float(sample["reward"]) for sample in group["samples"]] for group in groups]
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
         raise RunError(f"the Control Unit sent a malformed batch ({type(error).__name__}: {error})") from None
@@ -155,8 +158,8 @@ def _overlong(algorithm: AlgorithmConfig) -> tuple[int, float]:
     return algorithm.overlong_buffer, algorithm.overlong_penalty
 
 
-def _group(group: Mapping[str, Any], version: int) -> list[TrainSequence]:
-    """Its responses, without advantages yet."""
+def _group(group: Mapping[str, Any], own: int | None) -> list[TrainSequence]:
+    """Its responses, without advantages yet. `own`: the version that the trainer's weights are, if any."""
     samples, prompt, images = group["samples"], group["prompt_ids"], tuple(group.get("images", ()))
     where = f"group {group['group_id']}"
     if not prompt:
@@ -172,7 +175,7 @@ def _group(group: Mapping[str, Any], version: int) -> list[TrainSequence]:
             ids=sample["ids"],
             behaviour=sample["logprobs"],
             advantage=0.0,
-            current=sample["oldest_version"] == version,
+            current=sample["oldest_version"] == own,
             images=images,
         )
         for sample in samples

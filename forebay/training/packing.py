@@ -34,7 +34,7 @@ class TrainSequence:
     behaviour: Sequence[float]
     advantage: PerToken
     current: bool
-    """All its tokens come from the version that trains it: its log-probabilities must equal the trainer's."""
+    """All its tokens come from the very weights that the trainer has: their log-probabilities must equal its own."""
     proximal: PerToken = 0.0
     """Log-probabilities under the trainer before its step; only if the step has several updates."""
     values: PerToken = 0.0

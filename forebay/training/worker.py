@@ -111,7 +111,8 @@ class _Trainer:
 
     def take(self, body: bytes) -> tuple[Chunk, dict[str, float] | None]:
         """Decode and accumulate a chunk; with the step's last one comes the update, and the step's metrics."""
-        chunk = decode_chunk(body, self._config.algorithm, self._config.generation.max_new_tokens)
+        config = self._config
+        chunk = decode_chunk(body, config.algorithm, config.generation.max_new_tokens, config.control.sync_every)
         self.engine.accumulate(chunk)
         return chunk, self.engine.update(chunk.step) if chunk.complete else None
 

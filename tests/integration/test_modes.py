@@ -247,7 +247,7 @@ def assert_finite(value: Any) -> None:
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             assert_finite(part)
-    else:
+    elif value is not None and not isinstance(value, str):
         assert math.isfinite(value)
 
 

@@ -39,6 +39,13 @@ def test_a_batch_becomes_sequences_with_advantages() -> None:
     )
 
 
+@pytest.mark.parametrize(("step", "own"), [(4, True), (5, False), (6, False), (7, True)])
+def test_only_a_versions_first_step_has_its_very_weights(step: int, own: bool) -> None:
+    body = msgpack.packb(message() | {"step": step})
+    batch = decode_chunk(body, AlgorithmConfig(), 8, sync_every=3)
+    assert [s.current for s in batch.sequences] == [own, False]
+
+
 def test_an_empty_batch_has_no_sequences() -> None:
     batch = decode_chunk(msgpack.packb({"step": 1, "version": 0, "groups": []}), AlgorithmConfig(), 8)
     assert (batch.sequences, batch.totals.metrics()) == ((), {"tokens": 0.0})
