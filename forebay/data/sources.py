@@ -202,6 +202,7 @@ def _numbered(tables: Iterator[Any], row: float) -> Iterator[Block]:
         batches = table.to_batches() if isinstance(table, pa.Table) else [table]
         for batch in batches:
             batch.validate()  # of a damaged file, whose buffers may be too short
+            _check_distinct(batch.schema.names)
             for column in batch.schema:
                 _check_names(column)
             most = _most_rows(batch.nbytes, batch.num_rows)
@@ -338,15 +339,14 @@ def _csv(path: Path, start: int, first: int) -> Iterator[Block]:
     csv.field_size_limit(LONGEST_LINE)
     with path.open("rb") as file:
         skip_mark(file)
-        header = next(csv.reader(_decoded(file), strict=True), None)
+        header = next(_fields(file, 0), None)
         if header is None:
             return
+        _check_distinct(header)
         if start:
             file.seek(start)
         rows: list[Record] = []
-        for fields in csv.reader(_decoded(file), strict=True):
-            if not fields:
-                continue
+        for fields in _fields(file, first):
             if len(fields) > len(header):
                 rows.append(Unreadable("has more fields than the header", ",".join(fields)[:300]))
             else:
@@ -358,7 +358,41 @@ def _csv(path: Path, start: int, first: int) -> Iterator[Block]:
             yield Block(first, len(rows), file.tell(), parsed=tuple(rows))
 
 
+def _fields(file: BinaryIO, row: int) -> Iterator[list[str]]:
+    """Of each row, the first of which is the `row`th (0: the header); empty lines are passed over. Raises `ValueError`
+    that names the row."""
+    reader = csv.reader(_decoded(file), strict=True)
+    while True:
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            where = f"row {row}" if row else "the header"
+            raise ValueError(f"{where}: {_remedy(str(error))}") from None
+        if fields is None:
+            return
+        if fields:
+            yield fields
+            row += 1
+
+
+def _remedy(error: str) -> str:
+    if "field" in error and "limit" in error:
+        most = f"{LONGEST_LINE >> 20} MB"
+        return f"a line or field of more than {most}: shorten it, close its quote, or write .jsonl or .parquet"
+    if error.startswith("unexpected end"):
+        return 'a quote is not closed: close it (a quote within a field is written twice: "")'
+    return f'{error}: a field with quotes stands in quotes, and each quote in it is written twice ("")'
+
+
+def _check_distinct(names: list[str]) -> None:
+    """Raises `ValueError` for a column that there is twice: a row could keep only one."""
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError(f"two columns have the name {twice[0][:60]!r}: rename one")
+
+
 def _decoded(file: BinaryIO) -> Iterator[str]:
     """Lines; bytes that are not UTF-8 become characters that no valid text has, and the row is refused for them."""
-    while line := file.readline(LONGEST_LINE):
+    while line := file.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE:
+            raise csv.Error("line larger than field limit")
         yield line.decode(errors="surrogateescape")
