@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from forebay.config import ImagesConfig, RunConfig
+from forebay.data.counted import counted
 from forebay.data.layouts import NAMES, layout_of
 from forebay.data.leaks import likeness
 from forebay.data.read import checked
@@ -86,7 +87,7 @@ def inspect(source: str, config: RunConfig, cache: Path) -> list[tuple[str, str]
     found.whole = found.whole and len(parts) == 1
     return [
         ("source", _described(parts)),
-        ("looked at", f"{found.read:,} rows" + ("" if found.whole else ": the first ones")),
+        ("looked at", f"{counted(found.read, 'row')}" + ("" if found.whole else ": the first ones")),
         *_columns(found),
         *_outcome(found),
         *_advice(found),
@@ -136,19 +137,19 @@ def _note(record: Mapping[str, Any], found: Findings, config: RunConfig) -> None
 
 def _described(parts: list[Part]) -> str:
     if parts[0].file is None:
-        return f"{parts[0].name}: data set of the Hugging Face hub, {parts[0].size:,} rows"
+        return f"{parts[0].name}: data set of the Hugging Face hub, {counted(parts[0].size, 'row')}"
     size = sum(part.size for part in parts)
     many = f"{len(parts)} files, the first is " if len(parts) > 1 else ""
     rows = ""
     if len(parts) == 1 and parts[0].file.suffix == ".parquet":
-        rows = f", {pq.ParquetFile(parts[0].file).metadata.num_rows:,} rows"
-    return f"{many}{parts[0].name}: {parts[0].file.suffix[1:]}, {size:,} bytes{rows}"
+        rows = f", {counted(pq.ParquetFile(parts[0].file).metadata.num_rows, 'row')}"
+    return f"{many}{parts[0].name}: {parts[0].file.suffix[1:]}, {counted(size, 'byte')}{rows}"
 
 
 def _columns(found: Findings) -> list[tuple[str, str]]:
     lines = []
     for place, (name, kinds) in enumerate(list(found.columns.items())[:30]):
-        told = ", ".join(f"{kind} in {count:,} rows" for kind, count in kinds.most_common())
+        told = ", ".join(f"{kind} in {counted(count, 'row')}" for kind, count in kinds.most_common())
         told = next(iter(kinds)) if len(kinds) == 1 and kinds.total() == found.read else told
         missing = found.read - kinds.total()
         lines.append(
@@ -158,11 +159,13 @@ def _columns(found: Findings) -> list[tuple[str, str]]:
 
 
 def _outcome(found: Findings) -> list[tuple[str, str]]:
-    layouts = ", ".join(f"{name} ({count:,} rows)" for name, count in found.layouts.most_common() if name != "none")
+    layouts = ", ".join(
+        f"{name} ({counted(count, 'row')})" for name, count in found.layouts.most_common() if name != "none"
+    )
     bad = sum(count for count, _ in found.reasons.values()) + found.contradictory
     lines = [
         ("layout", layouts or f"none that is known ({', '.join(NAMES)})"),
-        ("would take", f"{found.good:,} rows" + (f", {found.images:,} with images" if found.images else "")),
+        ("would take", f"{counted(found.good, 'row')}" + (f", {found.images:,} with images" if found.images else "")),
         ("would leave out", f"{found.repeated:,} repeated, {bad:,} bad"),
     ]
     if found.example is not None:
@@ -178,11 +181,11 @@ def _outcome(found: Findings) -> list[tuple[str, str]]:
 def _advice(found: Findings) -> list[tuple[str, str]]:
     advice = []
     for count, first in sorted(found.reasons.values(), key=lambda one: -one[0])[:10]:
-        advice.append(f"{count:,} rows: {first.reason} (row {first.row}: {first.content[:60]!r})")
+        advice.append(f"{counted(count, 'row')}: {first.reason} (row {first.row}: {first.content[:60]!r})")
     if len(found.reasons) > 10:
         advice.append(f"{len(found.reasons) - 10} more kinds of bad rows: see quarantine.parquet after `data prepare`")
     if found.contradictory:
-        advice.append(f"{found.contradictory:,} rows repeat an earlier prompt with another answer")
+        advice.append(f"{counted(found.contradictory, 'row')} with an earlier prompt and another answer")
     for name, kinds in found.columns.items():
         mixed = [kind for kind in kinds if kind != "empty"]
         if len(mixed) > 1:

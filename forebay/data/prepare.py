@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from forebay.config import RunConfig
 from forebay.data.builtin import draw_splits
 from forebay.data.choose import Chosen, choose
+from forebay.data.counted import counted
 from forebay.data.dataset import COUNTS, Dataset, make_dataset
 from forebay.data.images import Pictures
 from forebay.data.progress import reading_bar
@@ -139,10 +140,13 @@ def _check_quality(config: RunConfig, versions: Sequence[Dataset], refused: int,
     if good >= 2 and bad <= config.data.max_quarantined * read:
         return
     if not bad:  # then not two are good
-        raise UserError(f"data.source: {config.data.source}: only {good} prompt; training and test need one each")
+        raise UserError(
+            f"data.source: {config.data.source}: only {counted(good, 'prompt')}; training and test need one each"
+        )
     allowed = f"data.max_quarantined allows {config.data.max_quarantined:.0%}" if good >= 2 else "two good needed"
     first = next(pq.ParquetFile(quarantine).iter_batches(batch_size=1)).to_pylist()[0]
     raise UserError(
-        f"data.source: {config.data.source}: {bad} of {read} rows are bad ({allowed}); "
+        f"data.source: {config.data.source}: {bad} of {counted(read, 'row')} {'is' if bad == 1 else 'are'} bad "
+        f"({allowed}); "
         f"row {first['row']}: {first['reason']}; all of them: {quarantine}"
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forebay.config import DataConfig, ImagesConfig, RunConfig
+from forebay.data.counted import counted
 from forebay.data.images import MARK, image_source
 from forebay.data.layouts import final_answer, layout_of, tags_of, value_at
 from forebay.data.schema import BadRow, Draft, Message
@@ -77,12 +78,12 @@ def _images(
     if not items:
         return ()
     if pictures is None:
-        raise DataError(f"the prompt has {len(items)} images, but the model of model.path reads none")
+        raise DataError(f"the prompt has {counted(len(items), 'image')}, but the model of model.path reads none")
     if len(items) > data.images.max_per_prompt:
         raise DataError(f"{len(items)} images; data.images.max_per_prompt is {data.images.max_per_prompt}")
     marks = sum(message["content"].count(MARK) for message in messages)
     if marks not in (0, len(items)):
-        raise DataError(f"{len(items)} images, but {marks} times {MARK} in the prompt")
+        raise DataError(f"{counted(len(items), 'image')}, but {MARK} stands {counted(marks, 'time')} in the prompt")
     local = part.endswith(SUFFIXES) and not part.startswith("s3://")
     folder = Path(data.images.folder) if data.images.folder else Path(part).parent if local else None
     return tuple(pictures.keep(image_source(item, folder), data.images) for item in items)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from forebay.data.counted import counted
 from forebay.data.prepare import PreparedData
 from forebay.run import RunContext
 
@@ -17,9 +18,9 @@ def lines(run: RunContext, done: PreparedData) -> list[tuple[str, str]]:
     counts = done.counts
     kept = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "validation", "test", "unused"))
     told = [
-        ("read", f"{counts['read']:,} rows"),
+        ("read", counted(counts["read"], "row")),
         ("kept", kept),
-        ("left out", ", ".join(f"{counts[name]:,} {name}" for name in ("quarantined", "duplicates", "leaked"))),
+        ("left out", _left_out(counts)),
     ]
     quarantine = run.data / "quarantine.parquet"
     told += [("reasons" if not place else "", text) for place, text in enumerate(_reasons(quarantine))]
@@ -30,9 +31,14 @@ def lines(run: RunContext, done: PreparedData) -> list[tuple[str, str]]:
     return [*told, ("quarantine", str(quarantine)), ("rows", str(done.train.parent)), ("start model", str(done.model))]
 
 
+def _left_out(counts: dict[str, int]) -> str:
+    repeated = counted(counts["duplicates"], "duplicate")
+    return f"{counts['quarantined']:,} quarantined, {repeated}, {counts['leaked']:,} leaked"
+
+
 def _reasons(path: Path) -> list[str]:
     """The most frequent ones, numbers aside."""
-    counted: Counter[str] = Counter()
+    tally: Counter[str] = Counter()
     for batch in pq.ParquetFile(path).iter_batches(columns=["reason"]):
-        counted.update(re.sub(r"\b[0-9a-f]*\d[0-9a-f]*\b", "N", reason) for reason in batch.column(0).to_pylist())
-    return [f"{count:,} rows: {reason}" for reason, count in counted.most_common(_REASONS)]
+        tally.update(re.sub(r"\b[0-9a-f]*\d[0-9a-f]*\b", "N", reason) for reason in batch.column(0).to_pylist())
+    return [f"{counted(count, 'row')}: {reason}" for reason, count in tally.most_common(_REASONS)]

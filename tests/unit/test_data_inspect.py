@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from typer.testing import CliRunner
 
+import forebay.data.sources
 from forebay import cli
 from forebay.config import RunConfig
 from forebay.data.inspect import ROWS, inspect
@@ -65,7 +66,7 @@ def test_what_the_sources_recipes_use(tmp_path: Path) -> None:
         "reward_model": {"ground_truth": "1"},
     }
     text = told(json_lines(tmp_path / "a.jsonl", [row]))
-    assert "layout verl (1 rows)" in text
+    assert "layout verl (1 row)" in text
     assert "its tags data_source:math_dapo" in text
     assert "dapo_math for data_source math_dapo" in text
     assert "fit the answers: choice" in told(json_lines(tmp_path / "b.jsonl", [{"prompt": "x", "answer": "B"}]))
@@ -79,7 +80,7 @@ def test_a_wrong_column(tmp_path: Path) -> None:
     assert "layout none that is known (verl, slime / vime / miles, plain (TRL)" in text
     assert "3 rows: no column 'prompt' (columns here: frage, gold; set data.columns.prompt) (row 1:" in text
     mapped = told(source, 0, "--set", "data.columns.prompt=frage", "--set", "data.columns.answer=gold")
-    assert "layout mapped in the profile (3 rows) would take 1 rows would leave out 2 repeated, 0 bad" in mapped
+    assert "layout mapped in the profile (3 rows) would take 1 row would leave out 2 repeated, 0 bad" in mapped
     profile = tmp_path / "profile.yaml"
     profile.write_text(yaml.safe_dump({"data": {"columns": {"prompt": "frage", "answer": "gold"}}}))
     assert told(source, 0, "--profile", str(profile)) == mapped
@@ -93,18 +94,18 @@ def test_mixed_types_and_contradictions(tmp_path: Path) -> None:
         {"prompt": "a", "answer": 2},
     ]
     text = told(json_lines(tmp_path / "rows.jsonl", rows))
-    assert "prompt: text in 3 rows, number in 1 rows" in text
-    assert "1 rows: the prompt is of type int, not text or a list of messages (row 3:" in text
+    assert "prompt: text in 3 rows, number in 1 row" in text
+    assert "1 row: the prompt is of type int, not text or a list of messages (row 3:" in text
     assert "column answer mixes number and text: write one kind" in text
-    assert "1 rows repeat an earlier prompt with another answer" in text
+    assert "1 row with an earlier prompt and another answer" in text
 
 
 def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_bytes(b'{"prompt": "a", "answer": 1}\n{"prompt": "caf\xe9", "answer": 1}\n')
-    assert "1 rows: not valid UTF-8 (byte 16 of the line) (row 2:" in told(source)
+    assert "1 row: not valid UTF-8 (byte 16 of the line) (row 2:" in told(source)
     (tmp_path / "rows.csv").write_bytes(b"prompt,answer\na,1\ncaf\xe9,1\n")
-    assert "1 rows: message 1 of the prompt is not valid Unicode (save the file as UTF-8) (row 2:" in told(
+    assert "1 row: message 1 of the prompt is not valid Unicode (save the file as UTF-8) (row 2:" in told(
         tmp_path / "rows.csv"
     )
 
@@ -123,9 +124,9 @@ def test_images(tmp_path: Path) -> None:
         for name in ("there.png", "missing.png", "cut.png")
     ]
     text = told(json_lines(tmp_path / "rows.jsonl", rows))
-    assert "would take 1 rows, 1 with images would leave out 0 repeated, 2 bad" in text
-    assert f"1 rows: the image {tmp_path}/missing.png cannot be read (No such file or directory) (row 2:" in text
-    assert "1 rows: an image cannot be read (" in text
+    assert "would take 1 row, 1 with images would leave out 0 repeated, 2 bad" in text
+    assert f"1 row: the image {tmp_path}/missing.png cannot be read (No such file or directory) (row 2:" in text
+    assert "1 row: an image cannot be read (" in text
     assert "model.path has to name a model that reads them" in text
     assert not list(tmp_path.glob("**/*.unfinished"))
 
@@ -141,7 +142,11 @@ def test_images(tmp_path: Path) -> None:
         ("wrong.parquet", b"x" * 100, 2, "cannot be read (Parquet magic bytes not found in footer."),
         ("wrong.arrow", b"x" * 100, 2, "wrong.arrow: cannot be read ("),
         ("wrong.json", b"{}", 2, "must be a list of objects"),
-        ("quote.csv", b'prompt,answer\n"a,1\nb,2\n', 2, "cannot be read (unexpected end of data)"),
+        ("quote.csv", b'prompt,answer\n"a,1\nb,2\n', 2, "cannot be read (row 1: a quote is not closed: close it"),
+        ("late.csv", b'prompt,answer\n\na,1\n\n"b,2\nc,3\n', 2, "cannot be read (row 2: a quote is not closed"),
+        ("inner.csv", b'prompt,answer\n"a "b" c",1\n', 2, "each quote in it is written twice"),
+        ("head.csv", b'"prompt,answer\n', 2, "cannot be read (the header: a quote is not closed"),
+        ("twice.csv", b"prompt,answer,prompt\na,1,b\n", 2, "two columns have the name 'prompt': rename one"),
         ("utf16.jsonl", '{"prompt": "a"}'.encode("utf-16"), 2, "it is UTF-16: save it as UTF-8"),
         ("utf16.csv", "prompt,answer".encode("utf-16"), 2, "it is UTF-16: save it as UTF-8"),
         ("rows.txt", b"x", 2, "give a file that ends in .parquet"),
@@ -190,6 +195,22 @@ def test_sources_that_are_not_there_are_told_at_once(
     assert result.output.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["x" * 400 + ",1", '"' + "x\n" * 200 + '",1', '"open\n' + "x,1\n" * 200])
+def test_a_field_beyond_the_bound_names_its_row_and_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(forebay.data.sources, "LONGEST_LINE", 256)
+    (tmp_path / "rows.csv").write_text(f"prompt,answer\na,1\nb,1\n{text}\nc,1\n")
+    text = told(tmp_path / "rows.csv", 2)
+    assert "cannot be read (row 3: a line or field of more than 0 MB: shorten it, close its quote, or" in text
+
+
+def test_two_columns_of_one_name_in_parquet(tmp_path: Path) -> None:
+    table = pa.table([["a"], ["1"], ["b"]], names=["prompt", "answer", "prompt"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert "two columns have the name 'prompt': rename one" in told(tmp_path / "rows.parquet", 2)
+
+
 def test_a_truncated_parquet_file(tmp_path: Path) -> None:
     source = parquet(tmp_path / "rows.parquet", [{"prompt": f"p{n}", "answer": str(n)} for n in range(5000)])
     whole = source.read_bytes()
@@ -204,7 +225,7 @@ def test_a_folder_says_how_many_files(tmp_path: Path) -> None:
         json_lines(tmp_path / f"train-{n}.jsonl", [{"prompt": f"{n}", "answer": "1"}])
     text = told(tmp_path)
     assert f"source 3 files, the first is {tmp_path}/train-0.jsonl: jsonl," in text
-    assert "looked at 1 rows: the first ones" in text
+    assert "looked at 1 row: the first ones" in text
 
 
 def test_no_more_than_the_first_rows_are_looked_at(tmp_path: Path) -> None:
@@ -232,7 +253,7 @@ def test_a_line_of_100_mb_is_one_bad_row_and_little_memory(tmp_path: Path) -> No
     text = " ".join(done.stdout.split())
     assert done.stderr == ""
     assert "would take 2 rows would leave out 0 repeated, 1 bad" in text
-    assert "1 rows: the line is longer than 32 MB (row 2:" in text
+    assert "1 row: the line is longer than 32 MB (row 2:" in text
     assert int(text.rpartition(" ")[2]) < 700 * 1024
 
 
@@ -257,10 +278,10 @@ def test_prepare_makes_the_rows_of_a_profile_and_tells_the_account(tmp_path: Pat
     text = " ".join(result.output.split())
     assert result.exit_code == 0, result.output
     assert (
-        "read 32 rows kept 8 train, 2 validation, 4 test, 16 unused left out 1 quarantined, 1 duplicates, 0 leaked"
+        "read 32 rows kept 8 train, 2 validation, 4 test, 16 unused left out 1 quarantined, 1 duplicate, 0 leaked"
         in text
     )
-    assert "1 rows: no column 'answer' (columns here: prompt; set data.columns.answer)" in text
+    assert "1 row: no column 'answer' (columns here: prompt; set data.columns.answer)" in text
     assert "read now" in text
     assert "found read" in invoke(cli.app, ["data", "prepare", str(profile)]).output
 
@@ -272,7 +293,7 @@ def test_text_in_parquet_that_is_not_utf8_costs_its_row(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": texts, "answer": ["1", "2", "3"]}), tmp_path / "rows.parquet")
     text = told(tmp_path / "rows.parquet")
     assert "would take 2 rows would leave out 0 repeated, 1 bad" in text
-    assert "1 rows: not a valid row of Arrow (" in text
+    assert "1 row: not a valid row of Arrow (" in text
     assert "(row 2:" in text
 
 
