@@ -266,15 +266,20 @@ def plan(
 
     config = load_profile(profile, set_ or ())
     if dry_run:
+        given = {"--devices": devices, "--html": page, "--calibrate": calibrate}
+        if ignored := [name for name, value in given.items() if value is not None]:
+            raise UserError(f"plan --dry-run simulates nothing: leave out {', '.join(ignored)}, or --dry-run")
         _print_memory(config)
         return
     if devices is None:
         raise UserError("plan: say how many devices there are (--devices N), or ask for the memory (--dry-run)")
     from forebay.simulation.calibrate import calibrate as calibrated
     from forebay.simulation.plan import make_plan
-    from forebay.simulation.plan_page import COLUMNS, advice, cells, left_out, write_page
+    from forebay.simulation.plan_page import COLUMNS, advice, cells, check_page, left_out, write_page
     from forebay.simulation.report import run_folder
 
+    if page is not None:
+        check_page(page)
     calibration = None
     if calibrate is not None:
         with run_folder(calibrate, config.storage) as (folder, _):

@@ -140,6 +140,17 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
 
 
+def check_page(path: Path) -> None:
+    """Raises `UserError` if no page can be written there; leaves nothing behind."""
+    try:
+        there = path.exists()
+        path.open("a").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"--html {path}: cannot be written ({error.strerror})") from None
+
+
 def write_page(plan: Plan, path: Path) -> None:
     """One HTML file. Raises `UserError` if it cannot be written."""
     try:

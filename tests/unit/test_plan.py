@@ -14,7 +14,7 @@ from forebay.errors import UserError
 from forebay.simulation import plan as planning
 from forebay.simulation.bound import bound
 from forebay.simulation.plan import Choice, Line, Plan, engine_devices, make_plan
-from forebay.simulation.plan_page import COLUMNS, advice, cells, left_out, page, write_page
+from forebay.simulation.plan_page import COLUMNS, advice, cells, check_page, left_out, page, write_page
 from forebay.simulation.run import simulate
 from forebay.simulation.scenario import scenario_of
 
@@ -213,6 +213,16 @@ def test_a_page_that_cannot_be_written_is_one_line(made: Plan, tmp_path: Path) -
         write_page(made, tmp_path / "absent" / "plan.html")
 
 
+def test_looking_whether_a_page_can_be_written_changes_nothing(tmp_path: Path) -> None:
+    old = tmp_path / "old.html"
+    old.write_text("x")
+    check_page(old)
+    check_page(tmp_path / "new.html")
+    assert (old.read_text(), list(tmp_path.iterdir())) == ("x", [old])
+    with pytest.raises(UserError, match=r"^--html .*: cannot be written \(.*\)$"):
+        check_page(tmp_path)
+
+
 def test_the_command_prints_the_plan_and_writes_the_page(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(profile().model_dump_json())  # JSON is YAML
@@ -221,6 +231,12 @@ def test_the_command_prints_the_plan_and_writes_the_page(tmp_path: Path) -> None
     assert "Take 1 engine and 1 trainer rank, " in done.output
     assert all(name in done.output for name in (*COLUMNS, "one_step_off", "longest_first", "taken for granted"))
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+    absent = ["--html", str(tmp_path / "absent" / "plan.html")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "make_plan", lambda *_: pytest.fail("simulated first"))
+        early = CliRunner().invoke(app, ["plan", str(path), "--devices", "2", *absent])
+    assert (early.exit_code, early.output.count("\n")) == (2, 1), early.output
+    assert "plan.html: cannot be written (No such file or directory)" in early.output
     refused = CliRunner().invoke(app, ["plan", str(path), "--devices", "1"])
     assert refused.exit_code == 2
     assert refused.output.count("\n") == 1
