@@ -180,7 +180,9 @@ def parse(config: Any, name: str) -> Architecture:
         tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         bias = bool(text.get("attention_bias", False))
         heads, layers = text["num_attention_heads"], text["num_hidden_layers"]
-        experts = text["num_experts"] if family == "qwen3_moe" else 0
+        # What transformers 5 saves has another name for it than the hub's files.
+        count = "num_local_experts" if "num_local_experts" in text else "num_experts"
+        experts = text[count] if family == "qwen3_moe" else 0
         every, dense = text.get("decoder_sparse_step", 1), text.get("mlp_only_layers") or ()
         a = Architecture(
             layers=layers,

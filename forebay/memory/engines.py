@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from forebay.config import RunConfig
 from forebay.errors import UserError
-from forebay.memory.architecture import Architecture, architecture_of, parse_size
+from forebay.memory.architecture import Architecture, parse_size
+from forebay.memory.built_in import model_of
 from forebay.memory.items import ITEMSIZE, FleetMemory, Item, present
 
 BLOCK = 16
@@ -27,7 +28,8 @@ def parallel_sizes(config: RunConfig) -> tuple[int, int]:
     words = [word for arg in config.generation.extra_args for word in arg.replace("=", " ").split()]
     for kind, own in names.items():
         for word, value in pairwise([*words, "nothing"]):
-            if word not in own:
+            flag = word.replace("_", "-") if word.startswith("--") else word  # vLLM takes both
+            if flag not in own:
                 continue
             if not value.isdecimal() or int(value) == 0:
                 raise UserError(
@@ -61,7 +63,7 @@ def kv_tokens(config: RunConfig, a: Architecture) -> int:
 
 def engines_memory(config: RunConfig, architecture: Architecture | None = None) -> FleetMemory:
     """The fleet of engines. Raises `UserError` for an unknown model."""
-    a = architecture or architecture_of(config.model.path)
+    a = architecture or model_of(config)
     b, generation = ITEMSIZE[config.model.dtype], config.generation
     tensor, pipeline = parallel_sizes(config)
     devices = generation.engines * tensor * pipeline

@@ -2,10 +2,12 @@
 
 Invariants:
 - Advice is computed, not written: each setting that is named was estimated and fits.
+- A built-in model without `hardware.device_memory_gib` is taken for a run on CPUs: its devices' memory is the host's.
 - The least change comes first: the same ranks without offloading, then with it, then more ranks.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,8 @@ from pydantic import ValidationError
 
 from forebay.config import RunConfig
 from forebay.errors import UserError
-from forebay.memory.architecture import Architecture, architecture_of, parse_size
+from forebay.memory.architecture import Architecture, parse_size
+from forebay.memory.built_in import BUILT_IN, model_of
 from forebay.memory.engines import engine_devices, engines_memory, kv_tokens, parallel_sizes
 from forebay.memory.items import GIB, FleetMemory, gib
 from forebay.memory.trainer import recomputes, trainer_memory
@@ -35,9 +38,13 @@ class DryRun:
 
 def dry_run(config: RunConfig) -> DryRun:
     """Raises `UserError` if the model's sizes are not known."""
-    a = architecture_of(config.model.path)
+    a = model_of(config)
     trainer, engines = trainer_memory(config, a), engines_memory(config, a)
-    problems = [*_count(config, trainer, engines), *_trainer(config, a, trainer), *_engines(config, a, engines)]
+    problems = [*_count(config, trainer, engines), *_cache(config, a)]
+    if on_cpu(config):
+        problems += _cpu(config, trainer, engines)
+    else:
+        problems += [*_trainer(config, a, trainer), *_engines(config, a, engines)]
     return DryRun((trainer, engines), tuple(problems))
 
 
@@ -50,6 +57,13 @@ def check(result: DryRun) -> None:
 def verdict(config: RunConfig, result: DryRun) -> str:
     """For a profile that fits."""
     device = room(config)
+    if on_cpu(config):
+        here = " and on this machine" if config.hardware.host_memory_gib is None else ""
+        return (
+            f"fits: trainer and engines {gib(_together(*result.fleets))} of the {gib(cpu_memory(config))} GiB of CPU "
+            f"memory that they share, beside what their programs take (assumed: a run on CPUs{here}, since "
+            "hardware.device_memory_gib is not set)"
+        )
     if device is None:
         return "hardware.device_memory_gib is not set: nothing to compare with"
     shares = " and ".join(f"{fleet.name} {fleet.device / device:.0%}" for fleet in result.fleets)
@@ -60,6 +74,32 @@ def room(config: RunConfig) -> float | None:
     """Bytes of a device that a fleet may use; None: unknown."""
     memory = config.hardware.device_memory_gib
     return None if memory is None else (memory - config.hardware.reserve_gib) * GIB
+
+
+def on_cpu(config: RunConfig) -> bool:
+    """Whether the profile is taken for one of a run on CPUs."""
+    return config.model.path.startswith(BUILT_IN) and config.hardware.device_memory_gib is None
+
+
+def cpu_memory(config: RunConfig) -> float:
+    """Bytes of the host, or of this machine if the profile names none."""
+    host = config.hardware.host_memory_gib
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if host is None else host * GIB
+
+
+def _together(*fleets: FleetMemory) -> float:
+    """Bytes of all on one host whose memory is the devices'."""
+    return sum(fleet.devices * fleet.device + fleet.host for fleet in fleets)
+
+
+def _cpu(config: RunConfig, trainer: FleetMemory, engines: FleetMemory) -> Iterator[str]:
+    needed, there = _together(trainer, engines), cpu_memory(config)
+    if needed > there:
+        fleets = f"trainer {gib(_together(trainer))}, engines {gib(_together(engines))}"
+        yield (
+            f"trainer and engines do not fit: {gib(needed)} GiB ({fleets}) of {gib(there)} GiB of CPU memory; lower "
+            "generation.engines, generation.kv_cache or training.micro_batch_tokens"
+        )
 
 
 def _count(config: RunConfig, trainer: FleetMemory, engines: FleetMemory) -> Iterator[str]:
@@ -78,13 +118,16 @@ def _trainer(config: RunConfig, a: Architecture, memory: FleetMemory) -> Iterato
     yield f"the trainer does not fit: {_short(config, memory)}; what fits: {wanted}"
 
 
-def _engines(config: RunConfig, a: Architecture, memory: FleetMemory) -> Iterator[str]:
+def _cache(config: RunConfig, a: Architecture) -> Iterator[str]:
     tokens, most = kv_tokens(config, a), config.model.max_model_len
     if tokens < most:
         yield (
             f"generation.kv_cache ({config.generation.kv_cache}) holds {tokens:,} tokens, less than one sequence of "
             f"model.max_model_len ({most:,}): raise it"
         )
+
+
+def _engines(config: RunConfig, a: Architecture, memory: FleetMemory) -> Iterator[str]:
     if not _too_large(config, memory):
         return
     wanted = ", or ".join(_engine_advice(config, a, memory)) or _otherwise(config, memory)

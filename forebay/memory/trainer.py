@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from forebay.config import RunConfig
 from forebay.memory.activations import FLOAT32, layer_bytes, vision_layer_bytes, working_bytes
 from forebay.memory.architecture import Architecture, architecture_of
+from forebay.memory.built_in import model_of
 from forebay.memory.items import ITEMSIZE, FleetMemory, Item, present
 
 RECOMPUTE_FROM = 64_000_000
@@ -50,7 +51,7 @@ class _Model:
 
 def trainer_memory(config: RunConfig, architecture: Architecture | None = None) -> FleetMemory:
     """The trainer's fleet. `architecture`: of the model, if it is at hand. Raises `UserError` for an unknown model."""
-    a = architecture or architecture_of(config.model.path)
+    a = architecture or model_of(config)
     models = [_policy(config, a), *_critic(config, a)]
     items = [
         *(item for model in models for item in _states(config, model)),

@@ -15,15 +15,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from forebay.cli import app
 from forebay.config import LoraConfig, RunConfig, load_profile, parse_config
+from forebay.data.start_model import RANDOM_MODELS
+from forebay.data.tiny_tasks import TINY_TASKS
 from forebay.errors import UserError
-from forebay.memory import engines, trainer
+from forebay.memory import built_in, engines, trainer
 from forebay.memory.activations import layer_bytes
 from forebay.memory.architecture import architecture_of, parse
-from forebay.memory.fit import dry_run
+from forebay.memory.fit import dry_run, verdict
 from forebay.memory.items import GIB
 from forebay.memory.known_models import KNOWN
 from forebay.simulation.scenario import kv_tokens
-from forebay.training import engine, lora, token_logprobs
+from forebay.training import engine, lora, random_models, tiny_model, token_logprobs
 from forebay.training.attention import PACKED, register
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,7 +236,7 @@ def test_tensor_parallel_ranks_share_matrices_and_repeat_the_rest() -> None:
     assert engines.engine_weights(a, 2, 1, 2) > alone / 2
 
 
-@pytest.mark.parametrize("arguments", [["-tp", "2", "-pp=3"], ["--pipeline-parallel-size", "3", "-tp=2"]])
+@pytest.mark.parametrize("arguments", [["-tp", "2", "-pp=3"], ["--pipeline_parallel_size", "3", "-tp=2"]])
 def test_parallel_sizes_are_read_from_the_arguments(arguments: list[str]) -> None:
     assert engines.parallel_sizes(profile(generation={"extra_args": arguments})) == (2, 3)
 
@@ -388,6 +390,70 @@ PROFILES = [
 ]
 
 
+@pytest.mark.parametrize("name", ["quickstart_cpu", "maze_cpu", "telecom_cpu"])
+def test_the_tiny_models_are_estimated_as_they_are_made(name: str, tmp_path: Path) -> None:
+    config = load_profile(ROOT / "profiles" / f"{name}.yaml")
+    words = TINY_TASKS[config.model.path].words(config.data)
+    model = tiny_model.TinyQwen3(len(tiny_model.SPECIALS) + len(words), 0)
+    tiny_model.save_model(model, tiny_model.make_tokenizer(words), tmp_path)
+    a = built_in.model_of(config)
+    assert a == architecture_of(str(tmp_path))
+    assert a.parameters == sum(p.numel() for p in model.parameters())
+    assert tiny_model.MAX_POSITIONS == built_in.TINY_POSITIONS
+
+
+@pytest.mark.parametrize("name", list(random_models.ARCHITECTURES))
+def test_the_random_models_are_estimated_as_they_are_made(name: str, tmp_path: Path) -> None:
+    random_models.save_random_model(name, 0, tmp_path)
+    path = f"builtin:random-{name}"
+    assert set(built_in.RANDOM) == set(RANDOM_MODELS)
+    assert built_in.model_of(
+        profile(model={"path": path, "max_model_len": 2048}, generation={"max_new_tokens": 8})
+    ) == architecture_of(str(tmp_path))
+    room = json.loads((tmp_path / "config.json").read_text())
+    assert room.get("text_config", room)["max_position_embeddings"] == built_in.RANDOM_POSITIONS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model.path": "builtin:maze-large"},
+            "model.path builtin:maze-large: the built-in models are builtin:maze-tiny, ",
+        ),
+        ({"data.source": "builtin:cycle"}, "model.path builtin:maze-tiny reads only data.source builtin:maze"),
+        (
+            {"model.max_model_len": 1024},
+            r"model.max_model_len \(1024\): model.path builtin:maze-tiny has only 512 positions",
+        ),
+    ],
+)
+def test_built_in_models_that_a_run_would_refuse_are_refused(changes: dict[str, Any], message: str) -> None:
+    config = load_profile(ROOT / "profiles" / "quickstart_cpu.yaml", [f"{k}={v}" for k, v in changes.items()])
+    with pytest.raises(UserError, match=message):
+        dry_run(config)
+
+
+def test_a_profile_for_cpus_is_held_against_the_hosts_memory() -> None:
+    def quickstart(*changes: str) -> RunConfig:
+        return load_profile(ROOT / "profiles" / "quickstart_cpu.yaml", changes)
+
+    here = quickstart()
+    found = dry_run(here)
+    assert found.problems == ()
+    assert "GiB of CPU memory that they share" in verdict(here, found)
+    assert "(assumed: a run on CPUs and on this machine, since" in verdict(here, found)
+    needed = sum(fleet.devices * fleet.device + fleet.host for fleet in found.fleets) / GIB
+    for there, problems in (1.01 * needed, 0), (0.99 * needed, 1):
+        host = quickstart(f"hardware.host_memory_gib={there}")
+        assert len(dry_run(host).problems) == problems
+    assert "(assumed: a run on CPUs, since" in verdict(host, found)
+    (problem,) = dry_run(host).problems
+    assert problem.startswith("trainer and engines do not fit: ")
+    device = quickstart("hardware.device_memory_gib=80")
+    assert verdict(device, dry_run(device)).startswith("fits: trainer ")
+
+
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_sources_profiles_fit_their_devices(name: str) -> None:
     config = load_profile(ROOT / "profiles" / f"{name}.yaml")
@@ -410,3 +476,7 @@ def test_the_command_prints_the_parts_and_refuses_what_cannot_fit(tmp_path: Path
     unknown = CliRunner().invoke(app, ["plan", str(file), "--dry-run", "--set", "hardware.device_memory_gib=null"])
     assert (unknown.exit_code, "nothing to compare with" in unknown.output) == (0, True)
     assert CliRunner().invoke(app, ["plan", str(file)]).exit_code == 2
+    for option, value in ("--devices", "4"), ("--html", str(tmp_path / "x.html")), ("--calibrate", "run"):
+        refused = CliRunner().invoke(app, ["plan", str(file), "--dry-run", option, value])
+        assert refused.exit_code == 2
+        assert refused.stderr == f"forebay: plan --dry-run simulates nothing: leave out {option}, or --dry-run\n"
