@@ -7,7 +7,7 @@ Invariants:
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,8 @@ class PreparedData:
     """steps, loss, tokens, seconds, cached; None if the model had none."""
     versions: list[Dataset]
     """Of the source and of `data.test_source`; none of a built-in task. `dataset.json` tells them too."""
+    warnings: list[str]
+    """Splits that got less than half of the prompts asked for."""
 
 
 def prepare_data(run: RunContext, on_progress: "OnProgress | None" = None) -> PreparedData:
@@ -84,13 +86,31 @@ def prepare_data(run: RunContext, on_progress: "OnProgress | None" = None) -> Pr
     counts |= {name: len(splits[name]) for name in SPLITS}
     if empty := [name for name in ("train", "test") if not splits[name]]:
         raise UserError(f"data.source: {config.data.source}: no prompt is left for {' and '.join(empty)} ({counts})")
+    if config.evaluation.every_versions and not splits["validation"]:
+        raise UserError(
+            f"data.source: {config.data.source}: no prompt is left for validation; evaluation.every_versions needs "
+            f"some ({counts}): give more rows, raise data.validation_prompts, or set evaluation.every_versions=0"
+        )
     if counts["read"] != sum(count for name, count in counts.items() if name != "read"):
         raise RunError(f"{run.data}: the account of rows does not add up ({counts}): a bug")
     files = {name: run.data / f"{name}.parquet" for name in SPLITS}
     told = [{**version.manifest, "cached": version.cached} for version in versions]
-    record = {"counts": counts, "versions": told}
+    warnings = _too_few(counts, config)
+    record = {"counts": counts, "versions": told, "warnings": warnings}
     (run.data / "dataset.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return PreparedData(**files, model=model, counts=counts, warm_start=warm_start, versions=versions)
+    return PreparedData(
+        **files, model=model, counts=counts, warm_start=warm_start, versions=versions, warnings=warnings
+    )
+
+
+def _too_few(counts: Mapping[str, int], config: RunConfig) -> list[str]:
+    asked = {name: getattr(config.data, f"{name}_prompts") for name in SPLITS}
+    return [
+        f"{name} has {counts[name]:,} of the {counted(asked[name], 'prompt')} asked for: give more rows, or lower "
+        f"data.{name}_prompts"
+        for name in SPLITS
+        if 2 * counts[name] < asked[name]
+    ]
 
 
 def _read(run: RunContext, template: Template, pictures: Pictures | None) -> tuple[list[Dataset], Chosen]:

@@ -22,6 +22,7 @@ def lines(run: RunContext, done: PreparedData) -> list[tuple[str, str]]:
         ("kept", kept),
         ("left out", _left_out(counts)),
     ]
+    told += [("too few" if not place else "", text) for place, text in enumerate(done.warnings)]
     quarantine = run.data / "quarantine.parquet"
     told += [("reasons" if not place else "", text) for place, text in enumerate(_reasons(quarantine))]
     for version in done.versions:

@@ -186,12 +186,13 @@ def _base(run: RunContext, status: str, stages: Mapping[str, float], wall_s: flo
 
 
 def _data(run: RunContext) -> dict[str, Any] | None:
-    """The account of the rows, and the versions of the data sets that they come from (none of a built-in task)."""
+    """The account of the rows, their data sets' versions (none of a built-in task), splits with too few prompts."""
     try:
         record = json.loads((run.data / "dataset.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return {"counts": record["counts"], "versions": [version["version"] for version in record["versions"]]}
+    versions = [version["version"] for version in record["versions"]]
+    return {"counts": record["counts"], "versions": versions, "warnings": record.get("warnings", [])}
 
 
 def _finite(value: float | None) -> float | None:

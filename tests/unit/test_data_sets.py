@@ -336,13 +336,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return resolve_start_model(RunContext.create(parse_config(values, "test")), ())[0]
 
 
-def prepare(tmp_path: Path, model: Path, **data: Any) -> tuple[RunContext, PreparedData]:
+def prepare(
+    tmp_path: Path, model: Path, evaluation: dict[str, Any] | None = None, **data: Any
+) -> tuple[RunContext, PreparedData]:
     sizes = {"train_prompts": 8, "validation_prompts": 2, "test_prompts": 4}
     values = {
         "model": {"path": str(model), "max_model_len": 256},
         "generation": {"max_new_tokens": 32},
         "reward": {"name": "exact"},
         "data": {**sizes, **data},
+        "evaluation": evaluation or {},
         "storage": {"scratch": str(tmp_path / "scratch")},
     }
     run = RunContext.create(parse_config(values, "test"))
@@ -458,7 +461,37 @@ def test_a_run_tells_its_version_and_a_second_finds_it(tmp_path: Path, model: Pa
     assert not held_out & {one.prompt_id for one in read_rows(more.train)}
     assert "goes on from" in dict(lines(grown, more))["version"]
     ended = failure_summary(grown, status="failed", error=UserError("x"), stages={}, wall_s=1.0)
-    assert ended["data"] == {"counts": more.counts, "versions": [told[2]["versions"][0]["version"]]}
+    assert ended["data"] == {"counts": more.counts, "versions": [told[2]["versions"][0]["version"]], "warnings": []}
+
+
+def test_splits_with_too_few_prompts_are_told_and_what_cannot_be_done_is_refused(tmp_path: Path, model: Path) -> None:
+    write(tmp_path / "rows.jsonl", numbered(*range(40)))
+    sizes = {"train_prompts": 100, "validation_prompts": 2, "test_prompts": 4}
+    asked = {"source": str(tmp_path / "rows.jsonl"), **sizes}
+    run, done = prepare(tmp_path, model, **asked)
+    got = check_account(done)
+    short = [name for name in SPLITS if 2 * len(got[name]) < sizes[f"{name}_prompts"]]
+    assert short
+    assert short == [warning.split()[0] for warning in done.warnings]
+    assert [text for name, text in lines(run, done) if "asked for" in text] == done.warnings
+    ended = failure_summary(run, status="failed", error=UserError("x"), stages={}, wall_s=1.0)
+    assert ended["data"]["warnings"] == done.warnings
+    more = {**asked, "train_prompts": 3000, "test_prompts": 40}
+    _, done = prepare(tmp_path, model, **more)
+    assert done.counts["validation"] == 0
+    assert "validation has 0 of the 2 prompts asked for: give more rows, or lower data.validation_prompts" in (
+        done.warnings
+    )
+    with pytest.raises(UserError, match=r"no prompt is left for validation; evaluation.every_versions needs some"):
+        prepare(tmp_path, model, {"every_versions": 1}, **more)
+
+
+def test_no_test_prompt_left_is_refused(tmp_path: Path, model: Path) -> None:
+    write(tmp_path / "rows.jsonl", numbered(*range(40)))
+    write(tmp_path / "test.jsonl", [{"prompt": "long " * 200, "answer": "1"}])
+    both = {"source": str(tmp_path / "rows.jsonl"), "test_source": str(tmp_path / "test.jsonl")}
+    with pytest.raises(UserError, match=r"no prompt is left for test"):
+        prepare(tmp_path, model, **both)
 
 
 def test_terminals_get_a_progress_bar_and_files_none(
