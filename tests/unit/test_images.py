@@ -191,7 +191,7 @@ def test_bad_images_are_quarantined_with_the_reason(tmp_path: Path, pictures: Pi
         "is not below",
         "is not below",
         "9000 x 9000 pixels",
-        "3 images, but 2 times <image> in the prompt",
+        "3 images, but <image> stands 2 times in the prompt",
         "more than 200 times",
         "not base64",
         "",
