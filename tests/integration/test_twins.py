@@ -19,7 +19,7 @@ from forebay.training.snapshots import verify_files
 from tests.integration.test_modes import predict
 from tests.support.twins import PROFILES, TWINS, twin
 
-ELSEWHERE = {"quickstart_cpu", "smollm2_cpu", "synthetic_1m"}
+ELSEWHERE = {"maze_cpu", "quickstart_cpu", "telecom_cpu", "smollm2_cpu", "synthetic_1m"}
 """Profiles that run on a CPU as they are, or never."""
 
 
