@@ -180,7 +180,7 @@ def simulate(
     result = play(scenario)
     if calibration is not None:
         _print_table(("", "measured", "simulated", "deviation"), comparison(calibration.measured, result))
-    told = [("assumed", line) for line in assumptions(config, calibration)]
+    told = [("assumed", line) for line in assumptions(config, calibration, steps)]
     print_pairs([*lines(scenario, result), *told])
 
 

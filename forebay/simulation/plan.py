@@ -23,7 +23,7 @@ from forebay.simulation.bound import Bound, bound
 from forebay.simulation.calibrate import Calibration
 from forebay.simulation.model import Scenario
 from forebay.simulation.run import SimulationResult, simulate
-from forebay.simulation.scenario import assumptions, scenario_of
+from forebay.simulation.scenario import assumptions, first_wave, scenario_of
 
 SPLITS = 4
 """Splits that are simulated: those with the lowest bounds."""
@@ -89,7 +89,7 @@ class Plan:
     bounds: dict[str, Bound]
     """Of every split, "engines + ranks"."""
     steps: int
-    """Of each simulation."""
+    """Of each simulation, or more where several batches are on their way at a time."""
     skipped: int
     """Choices that were not simulated to keep it short."""
     assumptions: list[str]
@@ -127,7 +127,7 @@ def make_plan(config: RunConfig, devices: int, calibration: Calibration | None =
         bounds={f"{engines} + {ranks}": value for (engines, ranks), value in bounds.items()},
         steps=steps,
         skipped=planner.skipped,
-        assumptions=[*assumptions(config, calibration), *_taken_for_granted(config, calibration)],
+        assumptions=[*assumptions(config, calibration, steps), *_taken_for_granted(config, calibration)],
     )
 
 
@@ -193,7 +193,7 @@ class _Planner:
         except ValidationError:  # the profile's other settings forbid it
             self.skipped += 1
             return
-        cost = self._steps * scenario.rules.batch_groups * scenario.rules.group_size
+        cost = scenario.rules.steps * scenario.rules.batch_groups * scenario.rules.group_size
         if self._lines and cost > self._left:
             self.skipped += 1
             return
@@ -207,7 +207,14 @@ class _Planner:
             self._scenarios[shared] = self._make(shared)
         made = self._scenarios[shared]
         per_token_s = made.trainer.per_token_s * _measured_ranks(self._config, self._calibration) / choice.ranks
-        return replace(made, engines=choice.engines, trainer=replace(made.trainer, per_token_s=per_token_s))
+        wave = first_wave(made.rules, made.streaming, choice.engines)
+        return replace(
+            made,
+            rules=replace(made.rules, steps=max(self._steps, 3 * wave)),
+            engines=choice.engines,
+            trainer=replace(made.trainer, per_token_s=per_token_s),
+            warm_up=max(self._steps // 4, wave),
+        )
 
     def _make(self, choice: Choice) -> Scenario:
         config = _changed(
@@ -218,7 +225,7 @@ class _Planner:
             control={"max_staleness": choice.max_staleness} if choice.mode == "fully_async" else {},
         )
         prompts = math.ceil(SPARE * self._steps * config.control.batch_groups)
-        return replace(scenario_of(config, self._calibration, prompts=prompts), warm_up=self._steps // 4)
+        return scenario_of(config, self._calibration, prompts=prompts)
 
 
 def _measured_ranks(config: RunConfig, calibration: Calibration | None) -> int:

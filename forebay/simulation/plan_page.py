@@ -167,7 +167,8 @@ def page(plan: Plan) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body><h1>{title}</h1>'
         f'<p class="advice">{html.escape(advice(plan))}</p>{_plots(plan)}'
-        f"<h2>All simulated choices, {plan.steps} steps each</h2>{_table(plan)}<p>{html.escape(left_out(plan))}</p>"
+        f"<h2>All simulated choices, {plan.steps} steps each or more</h2>{_table(plan)}"
+        f"<p>{html.escape(left_out(plan))}</p>"
         f"<h2>Taken for granted</h2><ul>{notes}</ul></body></html>\n"
     )
 

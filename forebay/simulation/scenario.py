@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forebay.config import RunConfig
 from forebay.config.sections import AssumedLengthsConfig
-from forebay.control.rules import rules_of
+from forebay.control.rules import Credits, Rules, rules_of
 from forebay.errors import UserError
 from forebay.memory.engines import engine_devices
 from forebay.scheduling.policies import order_prompts
@@ -20,8 +20,8 @@ from forebay.simulation.model import EngineModel, Scenario, TrainerModel, Worklo
 ENGINE = EngineModel(a=0.008, b=5e-5, c=4.5e-8, slots=1, prefill_s=2e-5, pause_s=1.5)
 """Without a calibration: about a model of 7 billion parameters on one recent GPU (the scheduling study's)."""
 TRAINER = TrainerModel(fixed_s=1.0, per_token_s=2e-5, publish_s=0.0)
-WARM_UP = 10
-"""Steps left out, or a third of a short run."""
+WARM_UP, FEWEST_STEPS = 10, 12
+"""Steps left out, or a third of a short simulation, but no less than those of the first wave; and fewest simulated."""
 SPARE = 4
 """Prompts are drawn for so many times the steps that are simulated."""
 
@@ -35,16 +35,18 @@ def scenario_of(
 ) -> Scenario:
     """The run that a profile describes.
 
-    `steps`: instead of training.steps. `prompts`: most prompts to draw lengths for (default: enough for the steps).
-    Raises `UserError`.
+    `steps`: instead of training.steps; too few are refused. Of a profile with too few, `fewest_steps` are simulated.
+    `prompts`: most prompts to draw lengths for (default: enough for the steps). Raises `UserError`.
     """
     if config.control.batch_groups > config.data.train_prompts:
         raise UserError(
             f"control.batch_groups ({config.control.batch_groups}) is more than data.train_prompts "
             f"({config.data.train_prompts}): a batch would hold the same prompt twice; lower it or raise the other"
         )
-    rules = rules_of(config)
-    rules = rules if steps is None else replace(rules, steps=steps)
+    rules, fewest = rules_of(config), fewest_steps(config)
+    if steps is not None and steps < fewest:
+        raise UserError(f"simulation: {steps} steps are too few for a steady pace here: simulate {fewest} or more")
+    rules = replace(rules, steps=max(rules.steps, fewest) if steps is None else steps)
     limit = SPARE * rules.steps * rules.batch_groups if prompts is None else prompts
     workload = _workload(config, calibration, limit)
     engine, trainer = ENGINE, TRAINER
@@ -71,9 +73,22 @@ def scenario_of(
         reward_s=calibration.reward_s + calibration.engine.latency_s if calibration else 0.0,
         refresh_s=calibration.refresh_s if calibration else 0.0,
         first_wave_s=config.control.first_wave_s,
-        warm_up=min(WARM_UP, rules.steps // 3),
+        warm_up=max(min(WARM_UP, rules.steps // 3), first_wave(rules, config.streaming, config.generation.engines)),
         teaching=calibration.teaching if calibration else 1.0,
     )
+
+
+def fewest_steps(config: RunConfig) -> int:
+    """Steps that show a steady pace: what the first wave brings is trained at once, faster than it can be generated,
+    and afterwards steps are fast and slow in turn, as often as there are batches on their way."""
+    return max(FEWEST_STEPS, 3 * first_wave(rules_of(config), config.streaming, config.generation.engines))
+
+
+def first_wave(rules: Rules, streaming: bool, engines: int) -> int:
+    """Steps whose groups start before anything is trained."""
+    credits = Credits(rules, streaming)
+    credits.engines(engines)
+    return math.ceil(min(credits.batches * rules.over_sampling, (rules.max_staleness + 1) * rules.sync_every))
 
 
 def kv_tokens(config: RunConfig, calibration: Calibration | None) -> float:
@@ -83,9 +98,15 @@ def kv_tokens(config: RunConfig, calibration: Calibration | None) -> float:
     return capacity(config.generation.kv_cache, known) * engine_devices(config)
 
 
-def assumptions(config: RunConfig, calibration: Calibration | None) -> list[str]:
-    """What a scenario of this profile takes for granted, one line each; empty if everything was measured or given."""
+def assumptions(config: RunConfig, calibration: Calibration | None, steps: int | None = None) -> list[str]:
+    """What a scenario of this profile takes for granted, one line each; empty if everything was measured or given.
+    `steps`: as for `scenario_of`."""
     lines = []
+    if steps is None and config.training.steps < fewest_steps(config):
+        lines.append(
+            f"training goes on for {fewest_steps(config)} steps: the {config.training.steps} of training.steps are too "
+            "few for a steady pace"
+        )
     if calibration is None:
         lines.append(
             f"decode step {1e3 * ENGINE.a:g} ms + {1e6 * ENGINE.b:g} us a response + {1e9 * ENGINE.c:g} ns a KV token, "

@@ -84,6 +84,17 @@ def test_a_line_is_what_its_profile_simulates_to(made: Plan) -> None:
     assert line.result.step_times.tolist() == again.step_times.tolist()
 
 
+def test_no_choice_is_looked_at_before_its_first_wave_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenarios = []
+    monkeypatch.setattr(planning, "simulate", lambda scenario: scenarios.append(scenario) or simulate(scenario))
+    make_plan(profile(control={"batch_groups": 2, "max_staleness": 16, "work_in_progress": 15}), 2)
+    assert {(scenario.warm_up, scenario.rules.steps) for scenario in scenarios} >= {(10, 40), (15, 45)}
+    for scenario in scenarios:
+        wave = min(scenario.rules.work_in_progress or 1, scenario.rules.max_staleness + 1)
+        assert scenario.warm_up >= wave
+        assert scenario.rules.steps >= 3 * wave
+
+
 def test_the_trainer_is_faster_with_more_ranks_but_for_its_fixed_time() -> None:
     bounds = make_plan(profile(), 3).bounds
     one, two = bounds["2 + 1"].train_s, bounds["1 + 2"].train_s

@@ -242,10 +242,34 @@ def test_a_scenario_has_the_rules_and_all_prompts_of_its_profile():
 
 def test_a_scenario_draws_no_more_prompts_than_it_needs():
     config = load_profile(PROFILES / "synthetic_1m.yaml")
-    scenario = scenario_of(config, steps=5)
-    assert scenario.workload.lengths.shape == (4 * 5 * 64, 8)
-    assert scenario_of(config, steps=5, prompts=700).workload.lengths.shape == (700, 8)
-    assert (scenario.rules.steps, scenario.warm_up) == (5, 1)
+    scenario = scenario_of(config, steps=15)
+    assert scenario.workload.lengths.shape == (4 * 15 * 64, 8)
+    assert scenario_of(config, steps=15, prompts=700).workload.lengths.shape == (700, 8)
+    assert (scenario.rules.steps, scenario.warm_up) == (15, 5)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_a_profile_of_few_steps_has_the_pace_of_one_that_goes_on(mode):
+    """The first wave of groups is trained faster than it could be generated: it must not be all that is looked at."""
+    changes = [f"mode={mode}", *(["control.work_in_progress=5"] if mode == "fully_async" else [])]
+    few, many = (
+        load_profile(PROFILES / "quickstart_cpu.yaml", [*changes, f"training.steps={steps}"]) for steps in (3, 150)
+    )
+    short, long = simulate(scenario_of(few)), simulate(scenario_of(many))
+    assert short.over_bound >= 1
+    assert short.step_time_s == pytest.approx(long.step_time_s, rel=0.1)
+    assert [line for line in assumptions(few, None) if "the 3 of training.steps are too few" in line]
+    assert not [line for line in assumptions(many, None) + assumptions(few, None, steps=90) if "too few" in line]
+
+
+def test_the_window_begins_after_the_first_wave():
+    """However many batches that is."""
+    changes = ["control.work_in_progress=17", "control.max_staleness=20", "training.steps=3"]
+    config = load_profile(PROFILES / "quickstart_cpu.yaml", changes)
+    scenario = scenario_of(config)
+    assert (scenario.warm_up, scenario.rules.steps) == (17, 51)
+    with pytest.raises(UserError, match=r"^simulation: 50 steps are too few .*: simulate 51 or more$"):
+        scenario_of(config, steps=50)
 
 
 def test_a_calibrated_scenario_takes_costs_and_lengths_from_the_run(tmp_path):
@@ -269,8 +293,8 @@ def test_profiles_that_cannot_be_simulated_are_refused():
 
 def test_every_profile_has_a_scenario():
     for path in sorted(PROFILES.glob("*.yaml")):
-        assert scenario_of(load_profile(path), steps=6).rules.steps == 6
-    assert scenario_of(RunConfig(), steps=6).engines == 1
+        assert scenario_of(load_profile(path), steps=12).rules.steps == 12
+    assert scenario_of(RunConfig(), steps=12).engines == 1
 
 
 # ---- the command
@@ -281,7 +305,7 @@ def run_cli(*arguments):
 
 
 def test_simulate_plays_a_profile():
-    answer = run_cli(PROFILES / "synthetic_1m.yaml", "--steps", 8, "--set", "generation.engines=2")
+    answer = run_cli(PROFILES / "synthetic_1m.yaml", "--steps", 12, "--set", "generation.engines=2")
     assert answer.exit_code == 0, answer.output
     assert "speed of light" in answer.output
     assert "2 of 64 slots" in answer.output
