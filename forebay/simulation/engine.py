@@ -134,6 +134,16 @@ class Engine:
         self._reach(now)
         self._stop_here()
 
+    def drop(self, now: float, job: Job) -> None:
+        """Nobody waits for this group any more: its responses leave at the next boundary."""
+        self._reach(now)
+        gone = {serial for serial, response in self._running.items() if response.job is job}
+        for serial in gone:
+            self._leave(self._running.pop(serial))
+        self._ends = [end for end in self._ends if -end % PLACE not in gone]
+        self._waiting = deque(response for response in self._waiting if response.job is not job)
+        self._stop_here()
+
     def fire(self) -> list[Response]:
         """Do what is due; returns the responses that have ended, `swap` says whether new weights came."""
         self._decode(self._ahead, self.due)

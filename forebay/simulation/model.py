@@ -119,6 +119,8 @@ class Scenario:
     """Of one engine, from the begin of its refresh to the swap; it decodes on."""
     first_wave_s: float = 0.0
     """The first groups are let out evenly over so many seconds."""
+    group_deadline_s: float | None = None
+    """A group that is generated for longer is given up and made afresh."""
     warm_up: int = 10
     """Steps left out of the statistics."""
     teaching: float = 1.0

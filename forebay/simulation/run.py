@@ -18,8 +18,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, overload
 
-from forebay.control.controller import Controller, Dispatch, Group, Stage
+from forebay.control.controller import DEADLINES_ALLOWED, Controller, Dispatch, Group, Stage
 from forebay.control.ledger import Entry
+from forebay.control.open_groups import FRUITLESS
 from forebay.control.recorder import Recorder
 from forebay.control.source import Minibatch, scheduled
 from forebay.control.types import NOTHING, Prompt, RefreshRecord
@@ -73,6 +74,7 @@ class Simulation:
         self._recorder: Recorder | None = None
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
+        self._late = 0  # attempts in a row that were given up
         self._random = random.Random(scenario.seed)
         self._teaching = (1.0,) + (0.0,) * (rules.group_size - 1)
         self._alike = (0.0,) * rules.group_size
@@ -124,10 +126,14 @@ class Simulation:
 
     def _start(self, dispatch: Dispatch) -> None:
         responses: list[Response] = []
+        deadline = self._scenario.group_deadline_s
         for group in dispatch.groups:
             if self._recorder:
                 self._recorder.dispatched(group)
-            responses += self._responses(group)
+            asked = self._responses(group)
+            responses += asked
+            if deadline is not None:
+                self._later(deadline, self._overdue, dispatch.engine, asked[0].job, deadline)
         engine = self._engines[dispatch.engine]
         engine.submit(self.now, responses)
         self._expect(dispatch.engine, engine.due)
@@ -171,7 +177,7 @@ class Simulation:
             self._pump()
 
     def _generated(self, job: Job) -> None:
-        group = job.group
+        group, self._late = job.group, 0
         self._controller.generated(group.group_id, job.attempt, tuple(job.samples))
         if self._recorder:
             self._recorder.generated(group)
@@ -180,6 +186,21 @@ class Simulation:
             self._later(self._scenario.reward_s, self._scored, group)
         else:
             self._scored(group)
+
+    def _overdue(self, index: int, job: Job, deadline: float) -> None:
+        """Its time is over, unless it is finished or was interrupted before."""
+        group, engine = job.group, self._engines[index]
+        if self._controller.open.generating(group.group_id, job.attempt) is None:
+            return
+        self._late += 1
+        if self._late > DEADLINES_ALLOWED * max(4 * self._scenario.rules.batch_groups, FRUITLESS):
+            raise RunError(
+                f"simulation: no group is generated within control.group_deadline_s ({deadline:g} s): raise it"
+            )
+        engine.drop(self.now, job)
+        self._expect(index, engine.due)
+        self._controller.deadline_passed(group.group_id, job.attempt, deadline)
+        self._pump()
 
     def _scored(self, group: Group) -> None:
         teaching = self._scenario.teaching == 1 or self._random.random() < self._scenario.teaching

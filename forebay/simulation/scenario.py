@@ -73,6 +73,7 @@ def scenario_of(
         reward_s=calibration.reward_s + calibration.engine.latency_s if calibration else 0.0,
         refresh_s=calibration.refresh_s if calibration else 0.0,
         first_wave_s=config.control.first_wave_s,
+        group_deadline_s=config.control.group_deadline_s,
         warm_up=max(min(WARM_UP, rules.steps // 3), first_wave(rules, config.streaming, config.generation.engines)),
         teaching=calibration.teaching if calibration else 1.0,
     )

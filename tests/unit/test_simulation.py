@@ -190,6 +190,39 @@ def test_the_first_wave_comes_gradually(tmp_path):
     assert begun == pytest.approx([0.0, *(0.2 * group / 12 for group in range(2, 9))])
 
 
+def with_deadline(seconds):
+    """One prompt that takes a second to answer and one that takes a hundred, in turn on one engine."""
+    workload = Workload(np.array([[10, 9], [9, 1000]], dtype=np.int32), np.full(2, 10.0), np.zeros(2, dtype=np.int32))
+    return make_scenario(
+        rules=make_rules(batch_groups=1, max_staleness=0, work_in_progress=1.0),
+        workload=workload,
+        order=[[[0], [1]]],
+        engine=EngineModel(a=0.1, b=0, c=0, slots=2),
+        engines=1,
+        trainer=TrainerModel(0.5, 0.0),
+        refresh_s=0.0,
+        group_deadline_s=seconds,
+    )
+
+
+def test_a_group_beyond_its_deadline_is_made_afresh_twice_and_then_fails(tmp_path):
+    # Given up at the boundaries after 2.03, 4.06 and 6.09 s; then the other prompt's second comes.
+    ends, rows = recorded(with_deadline(2.03), tmp_path)
+    assert np.diff(ends) == pytest.approx([6.1 + 1 + 0.5] * 11)
+    failed = [row for row in rows if row["fate"] == "failed"]
+    assert len(failed) == 11
+    assert all(row["attempts"] == 3 and row["prompt_id"] == "p0000001" for row in failed)
+    assert failed[0]["reason"] == "3 times longer than control.group_deadline_s 2.03"
+    result = simulate(with_deadline(101.0))
+    assert sorted(result.step_times) == pytest.approx([1.5] * 5 + [100.5] * 5)
+    assert result.fates["failed"] == 0
+
+
+def test_a_deadline_that_no_group_keeps_is_one_line():
+    with pytest.raises(RunError, match=r"^simulation: no group .* control.group_deadline_s \(0.5 s\): raise it$"):
+        simulate(with_deadline(0.5))
+
+
 # ---- invariants
 
 
@@ -202,9 +235,10 @@ def test_the_first_wave_comes_gradually(tmp_path):
     stale=st.sampled_from(["drop", "retry"]),
     refresh=st.sampled_from(["retract", "in_place", "abort", "drain"]),
     barrier=st.sampled_from(["none", "minibatch", "static"]),
+    limit=st.sampled_from([None, 6.0]),
 )
 def test_every_run_keeps_its_bound_and_its_account(
-    tmp_path_factory, seed, streaming, teaching, dynamic, stale, refresh, barrier
+    tmp_path_factory, seed, streaming, teaching, dynamic, stale, refresh, barrier, limit
 ):
     changes = dict(dynamic_sampling=dynamic, stale=stale, refresh=refresh, minibatch_barrier=barrier != "none")
     scenario = random_scenario(
@@ -214,6 +248,7 @@ def test_every_run_keeps_its_bound_and_its_account(
         streaming=streaming,
         teaching=teaching,
         reward_s=0.01 * (seed % 3),
+        group_deadline_s=limit,
     )
     folder = tmp_path_factory.mktemp("run")
     result = simulate(scenario, folder)
