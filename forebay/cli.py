@@ -167,6 +167,7 @@ def simulate(
     """Play a profile on virtual engines and a virtual trainer, with the real control code. Starts nothing."""
     from forebay.config import load_profile
     from forebay.simulation.calibrate import calibrate as calibrated
+    from forebay.simulation.progress import shown
     from forebay.simulation.report import comparison, lines, run_folder
     from forebay.simulation.run import simulate as play
     from forebay.simulation.scenario import assumptions, scenario_of
@@ -176,8 +177,10 @@ def simulate(
         with run_folder(calibrate, config.storage) as (folder, target):
             calibration = calibrated(folder)
             calibration.save(target)
-    scenario = scenario_of(config, calibration, steps=steps)
-    result = play(scenario)
+    with shown("drawing lengths and ordering the prompts") as progress:
+        scenario = scenario_of(config, calibration, steps=steps)
+        progress.begin("simulating", scenario.rules.steps)
+        result = play(scenario, progress=progress)
     if calibration is not None:
         _print_table(("", "measured", "simulated", "deviation"), comparison(calibration.measured, result))
     told = [("assumed", line) for line in assumptions(config, calibration, steps)]
@@ -220,21 +223,8 @@ def ledger(
         print_pairs(group_lines(one_group(table, group)))
         return
     summed = account(table)
-    _print_account(account_lines(summed))
+    _print_table(("fate", "groups", "tokens", "mean reward"), account_lines(summed), summed=True)
     print_pairs(detail_lines(summed))
-
-
-def _print_account(lines: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("fate", show_edge=False)
-    for name in ("groups", "tokens", "mean reward"):
-        table.add_column(name, justify="right")
-    for line in lines:
-        table.add_row(*line, end_section=line is lines[-2])
-    Console().print(table)
-    Console().print()
 
 
 @app.command()
@@ -276,6 +266,7 @@ def plan(
     from forebay.simulation.calibrate import calibrate as calibrated
     from forebay.simulation.plan import make_plan
     from forebay.simulation.plan_page import COLUMNS, advice, cells, check_page, left_out, write_page
+    from forebay.simulation.progress import shown
     from forebay.simulation.report import run_folder
 
     if page is not None:
@@ -284,7 +275,8 @@ def plan(
     if calibrate is not None:
         with run_folder(calibrate, config.storage) as (folder, _):
             calibration = calibrated(folder)
-    made = make_plan(config, devices, calibration)
+    with shown("looking at the splits") as progress:
+        made = make_plan(config, devices, calibration, progress)
     if page is not None:
         write_page(made, page)
     _print_plan(COLUMNS, [(cells(line), line is made.best) for line in made.lines])
@@ -333,7 +325,8 @@ def _print_plan(columns: Sequence[str], rows: Iterable[tuple[Sequence[str], bool
     console.print()
 
 
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], summed: bool = False) -> None:
+    """`summed`: the last row is set off."""
     from rich.console import Console
     from rich.table import Table
 
@@ -341,7 +334,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for name in columns[1:]:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row, end_section=summed and row is rows[-2])
     Console().print(table)
     Console().print()
 

@@ -22,6 +22,7 @@ from forebay.scheduling.policies import Policy, resolve
 from forebay.simulation.bound import Bound, bound
 from forebay.simulation.calibrate import Calibration
 from forebay.simulation.model import Scenario
+from forebay.simulation.progress import Progress
 from forebay.simulation.run import SimulationResult, simulate
 from forebay.simulation.scenario import assumptions, first_wave, scenario_of
 
@@ -109,11 +110,13 @@ class Plan:
         return min(fresh, key=lambda line: (not line.choice.usual, line.result.step_time_s))
 
 
-def make_plan(config: RunConfig, devices: int, calibration: Calibration | None = None) -> Plan:
-    """Compare the ways to run a profile on so many devices. Raises `UserError`."""
+def make_plan(
+    config: RunConfig, devices: int, calibration: Calibration | None = None, progress: Progress | None = None
+) -> Plan:
+    """Compare the ways to run a profile on so many devices; `progress` is told how far it is. Raises `UserError`."""
     splits = list(_splits(config, devices))
     steps = max(FEWEST_STEPS, min(STEPS, RESPONSES // (config.control.batch_groups * config.generation.group_size)))
-    planner = _Planner(config, calibration, steps)
+    planner = _Planner(config, calibration, steps, progress or Progress(""))
     bounds = {split: planner.bound(*split) for split in splits}
     kept = sorted(splits, key=lambda split: bounds[split].step_time_s)
     lowest = bounds[kept[0]].step_time_s
@@ -145,8 +148,8 @@ def _splits(config: RunConfig, devices: int) -> Iterator[tuple[int, int]]:
 class _Planner:
     """Simulates choices while its budget lasts."""
 
-    def __init__(self, config: RunConfig, calibration: Calibration | None, steps: int) -> None:
-        self._config, self._calibration, self._steps = config, calibration, steps
+    def __init__(self, config: RunConfig, calibration: Calibration | None, steps: int, progress: Progress) -> None:
+        self._config, self._calibration, self._steps, self._progress = config, calibration, steps, progress
         self._left = BUDGET
         self._lines: dict[Choice, Line] = {}
         self._scenarios: dict[Choice, Scenario] = {}
@@ -198,12 +201,17 @@ class _Planner:
             self.skipped += 1
             return
         self._left -= cost
-        self._lines[choice] = Line(choice, simulate(scenario))
+        self._progress.begin(
+            f"simulating choice {len(self._lines) + 1} ({choice.split}, {choice.mode}, {choice.policy})",
+            scenario.rules.steps,
+        )
+        self._lines[choice] = Line(choice, simulate(scenario, progress=self._progress))
 
     def _scenario(self, choice: Choice) -> Scenario:
         """Work and rules do not depend on the split: they are made once."""
         shared = replace(choice, engines=1, ranks=1)
         if shared not in self._scenarios:
+            self._progress.begin("drawing lengths and ordering the prompts")
             self._scenarios[shared] = self._make(shared)
         made = self._scenarios[shared]
         per_token_s = made.trainer.per_token_s * _measured_ranks(self._config, self._calibration) / choice.ranks

@@ -28,6 +28,7 @@ from forebay.control.unit import QUEUE_PERIOD_S
 from forebay.errors import RunError
 from forebay.simulation.engine import Engine, Job, Response, Swap
 from forebay.simulation.model import Scenario, Workload
+from forebay.simulation.progress import Progress
 from forebay.simulation.result import SimulationResult, Statistics
 from forebay.simulation.trainer import Phase, Trainer
 
@@ -37,16 +38,22 @@ LAUNCH_TICKS = 512
 """Most moments at which a part of the first wave is let out."""
 
 
-def simulate(scenario: Scenario, folder: Path | None = None, observe_s: float = QUEUE_PERIOD_S) -> SimulationResult:
+def simulate(
+    scenario: Scenario,
+    folder: Path | None = None,
+    observe_s: float = QUEUE_PERIOD_S,
+    progress: Progress | None = None,
+) -> SimulationResult:
     """Play a scenario until its last step is trained. It is cut off there in full flow, as if many steps followed: how
     the pipeline empties at the end of a run is no part of what is measured.
 
     With a `folder`, the files of a run are written there (`forebay.control.recorder`), times being virtual and the
-    engines observed every `observe_s` seconds. Raises `RunError` if the rules let nothing go on.
+    engines observed every `observe_s` seconds. `progress` is told how far it is. Raises `RunError` if the rules let
+    nothing go on.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_collection())
-        simulation = Simulation(scenario)
+        simulation = Simulation(scenario, progress)
         if folder is not None:
             recorder = Recorder(folder, lambda record: None, lambda: simulation.now)
             simulation.record(stack.enter_context(contextlib.closing(recorder)), observe_s)
@@ -56,8 +63,9 @@ def simulate(scenario: Scenario, folder: Path | None = None, observe_s: float = 
 class Simulation:
     """One run of a scenario."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, progress: Progress | None = None) -> None:
         rules = scenario.rules
+        self._progress = progress or Progress("")
         beyond = (rules.staleness_bound + 1) * rules.sync_every + rules.require_batches
         self.now = 0.0
         self._scenario = scenario
@@ -178,6 +186,7 @@ class Simulation:
 
     def _generated(self, job: Job) -> None:
         group, self._late = job.group, 0
+        self._progress.groups += 1
         self._controller.generated(group.group_id, job.attempt, tuple(job.samples))
         if self._recorder:
             self._recorder.generated(group)
@@ -223,6 +232,7 @@ class Simulation:
         total = report.train_wait_s + report.train_s + report.publish_s
         batch = controller.step_trained(report.step, report.train_wait_s / total if total else 0.0)
         self._statistics.step(self.now, report)
+        self._progress.done = report.step
         if self._recorder and batch is not None:
             self._recorder.step(report, batch, controller)
         self._pump()
