@@ -21,7 +21,7 @@ from forebay.config import StorageConfig
 from forebay.control.ledger import LedgerError
 from forebay.control.recorder import LEDGER
 from forebay.control.types import Fate
-from forebay.errors import RunError, UserError
+from forebay.errors import UserError
 from forebay.storage.store import Store
 
 FILE = "ledger.parquet"
@@ -91,11 +91,15 @@ def located(run: str, storage: StorageConfig) -> Iterator[Path]:
 
 
 def read_ledger(path: Path) -> pa.Table:
-    """The rows, by group id. Raises `UserError` for another kind of file, `LedgerError` if they do not add up."""
+    """The rows, by group id. Raises `UserError` for a damaged file or another kind, `LedgerError` if they do not
+    add up."""
     try:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise RunError(f"{path}: cannot be read as Parquet: {' '.join(str(error).split())[:150]}") from None
+        raise UserError(
+            f"{path}: cannot be read as Parquet, so it is damaged or not a ledger: name another copy of the run, "
+            f"such as the published one ({' '.join(str(error).split())[:150]})"
+        ) from None
     missing = [name for name in COLUMNS if name not in table.column_names]
     if missing:
         raise UserError(f"{path}: is not a ledger, or one of another version: it has no column {missing[0]}")

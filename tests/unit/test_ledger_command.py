@@ -132,10 +132,13 @@ def test_a_tree_without_a_ledger_and_a_damaged_one(tmp_path: Path, monkeypatch: 
     Store("file://runs").publish_tree(tmp_path / "bare", "early")
     assert refused("early") == (2, "forebay: file://runs/early: has no ledger.parquet")
     assert refused("bare")[0] == 2
-    (tmp_path / "bare" / FILE).write_bytes(b"PAR1 cut off")
-    code, line = refused("bare")
-    assert code == 1
-    assert "cannot be read as Parquet" in line
+    whole = (write(tmp_path / "whole") / FILE).read_bytes()
+    middle = len(whole) // 4
+    for damaged in (b"PAR1 cut off", b"", whole[: len(whole) // 2], whole[:middle] + bytes(64) + whole[middle + 64 :]):
+        (tmp_path / "bare" / FILE).write_bytes(damaged)
+        code, line = refused("bare")
+        assert code == 2
+        assert line.startswith(f"forebay: bare/{FILE}: cannot be read as Parquet, so it is damaged or not a ledger")
     Store("file://runs").publish_tree(write(tmp_path / "good"), "spoilt")
     (tmp_path / "runs" / "spoilt" / FILE).write_bytes(b"other bytes")
     assert "damaged" in refused("spoilt")[1]
