@@ -32,6 +32,7 @@ from forebay.launch.processes import spawn
 from forebay.rewards.pool import RewardPool
 from forebay.rewards.tally import Tally
 from forebay.run import RunContext
+from forebay.scheduling.policies import sorted_steps
 from forebay.scheduling.schedule import FILE, read_schedule
 from forebay.telemetry.learning import learning_of
 from forebay.training.launch import trainer_command
@@ -165,7 +166,9 @@ def _prompts(run: RunContext) -> Iterator[Minibatch]:
         return Prompt(prompt_id, tuple(row.prompt_ids), row.prompt, row.answer, predicted, row.verifier, row.images)
 
     minibatches = [[tuple(prompt(*item) for item in minibatch) for minibatch in group] for group in groups]
-    return scheduled(minibatches, run.config.seed)
+    config = run.config
+    step = sorted_steps(config.schedule, config.schedule_mode, config.control.batch_groups)
+    return scheduled(minibatches, config.seed, step)
 
 
 class Trainer:

@@ -3,7 +3,7 @@
 Every policy starts from the same random order of the prompts (by seed) and moves prompts only as far as it must:
 - `fifo`: the random order, cut.
 - `longest_first`: blocks of `batch_groups` prompts (one optimizer step), the longest of each first, one by one. A block
-  is a batch group.
+  is a batch group. Where an epoch ends within a step, the step is filled up from the next epoch before it is sorted.
 - `balanced`: within blocks of `window` prompts, minibatches of equal load that mix long and short.
 - `asp`: the prompts sorted by length, cut into minibatches of like length, those in balanced batch groups of random
   order (the Adaptive Scheduling Pipeline, steps 2 and 3). Prompts of equal length stay in random order.
@@ -59,6 +59,12 @@ def resolve(policy: Literal["auto", "fifo", "asp", "balanced", "longest_first"],
     if policy != "auto":
         return policy
     return "longest_first" if mode == "sync" else "balanced"
+
+
+def sorted_steps(config: ScheduleConfig, mode: Mode, batch_groups: int) -> int | None:
+    """Prompts that are sorted among themselves because one training step takes them, in later epochs too
+    (`forebay.control.source.scheduled`); None under policies whose order has nothing to do with steps."""
+    return batch_groups if resolve(config.policy, mode) == "longest_first" else None
 
 
 def order_prompts(

@@ -111,6 +111,8 @@ class Scenario:
     workload: Workload
     order: list[list[list[int]]]
     """Batch groups of minibatches of prompt indices; epoch after epoch, as in a run."""
+    sorted_steps: int | None = None
+    """Prompts of each step, if they come one by one and the longest first."""
     seed: int = 0
     """Of the order of later epochs and of which groups teach."""
     reward_s: float = 0.0

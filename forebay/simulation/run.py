@@ -73,7 +73,7 @@ class Simulation:
         self._fires: list[Callable[..., None]] = [partial(self._fire, index) for index in range(scenario.engines)]
         self._refresh_began = [0.0] * scenario.engines
         self._statistics = Statistics(scenario, self._engines)
-        source = scheduled(_Prompts(scenario), scenario.seed)
+        source = scheduled(_Prompts(scenario), scenario.seed, scenario.sorted_steps)
         # Steps that are never reached keep the pipeline full to the end.
         self._controller = Controller(
             replace(rules, steps=rules.steps + beyond), source, self._settled, scenario.streaming

@@ -12,7 +12,7 @@ from forebay.config.sections import AssumedLengthsConfig
 from forebay.control.rules import Credits, Rules, rules_of
 from forebay.errors import UserError
 from forebay.memory.engines import engine_devices
-from forebay.scheduling.policies import order_prompts
+from forebay.scheduling.policies import order_prompts, sorted_steps
 from forebay.simulation.calibrate import Calibration
 from forebay.simulation.kv import capacity, token_bytes
 from forebay.simulation.model import EngineModel, Scenario, TrainerModel, Workload, lognormal
@@ -65,10 +65,11 @@ def scenario_of(
             workload.predicted,
             workload.prompt_tokens,
             config.schedule,
-            config.mode,
+            config.schedule_mode,
             config.control.batch_groups,
             config.seed,
         ),
+        sorted_steps=sorted_steps(config.schedule, config.schedule_mode, config.control.batch_groups),
         seed=config.seed,
         reward_s=calibration.reward_s + calibration.engine.latency_s if calibration else 0.0,
         refresh_s=calibration.refresh_s if calibration else 0.0,

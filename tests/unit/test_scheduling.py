@@ -237,3 +237,39 @@ def test_epochs_repeat_every_prompt_in_another_order():
     assert second != first
     with pytest.raises(ValueError, match="empty"):
         next(scheduled([[]], seed=0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(more=st.integers(0, 50), step=st.integers(1, 16), seed=st.integers(0, 9))
+def test_longest_first_every_step_is_sorted_in_every_epoch(more, step, seed):
+    """Also with a last block that is smaller than a step; and none has a prompt twice."""
+    prompts = step + more
+    lengths = np.random.default_rng(seed).lognormal(5, 1, prompts)
+    everyone = [Prompt(str(i), (1,), "", "null", float(length)) for i, length in enumerate(lengths)]
+    blocks = [sorted(everyone[i : i + step], key=lambda p: -p.predicted_length) for i in range(0, prompts, step)]
+    stream = scheduled([[(p,) for p in block] for block in blocks], seed, step)
+    steps = [[next(stream)[0] for _ in range(step)] for _ in range(5 * prompts)]
+    assert steps[: prompts // step] == blocks[: prompts // step]
+    for batch in steps:
+        assert [p.predicted_length for p in batch] == sorted((p.predicted_length for p in batch), reverse=True)
+        assert len({p.prompt_id for p in batch}) == step
+    turns = np.bincount([int(p.prompt_id) for batch in steps for p in batch], minlength=prompts)
+    assert turns.max() - turns.min() <= 2  # the last epoch is not over, and one may be put off
+
+
+def test_what_is_left_of_an_epoch_is_like_the_rest():
+    """Were blocks cut anew as they are, some steps would have the ends of two blocks: the shortest and the longest."""
+    lengths = np.random.default_rng(0).lognormal(5, 1, 1000 * 8 + 3)
+    everyone = [Prompt(str(i), (1,), "", "null", float(length)) for i, length in enumerate(lengths)]
+    blocks = [sorted(everyone[i : i + 8], key=lambda p: -p.predicted_length) for i in range(0, len(everyone), 8)]
+    stream = scheduled([[(p,) for p in block] for block in blocks], 0, 8)
+    longest = [max(next(stream)[0].predicted_length for _ in range(8)) for _ in range(3000)]
+    by_epoch = [np.log(longest[start : start + 1000]) for start in (0, 1001, 2001)]
+    assert np.mean(by_epoch[1]) == pytest.approx(np.mean(by_epoch[0]), abs=0.06)
+    assert np.std(by_epoch[1]) == pytest.approx(np.std(by_epoch[0]), rel=0.1)
+    assert np.std(by_epoch[2]) == pytest.approx(np.std(by_epoch[0]), rel=0.1)
+
+
+def test_fewer_prompts_than_a_step_come_again_in_it():
+    stream = scheduled([[(Prompt(name, (1,), "", "null", 1.0),) for name in "abc"]], 0, 8)
+    assert {next(stream)[0].prompt_id for _ in range(80)} == set("abc")

@@ -240,6 +240,18 @@ def test_a_scenario_has_the_rules_and_all_prompts_of_its_profile():
     assert any("median 25.6" in line for line in told)
 
 
+@pytest.mark.parametrize("changes", [["mode=sync"], ["mode=fully_async", "control.max_staleness=0"]])
+def test_behind_a_barrier_every_step_of_every_epoch_has_its_longest_prompts_first(tmp_path, changes):
+    config = load_profile(PROFILES / "quickstart_cpu.yaml", [*changes, "data.train_prompts=200"])  # 12.5 batches
+    scenario = scenario_of(config)
+    simulate(scenario, tmp_path)
+    table = pq.read_table(tmp_path / "ledger.parquet").sort_by("group_id")
+    rows = np.array([int(name[1:]) for name in table["prompt_id"].to_pylist()])
+    predicted = scenario.workload.predicted[rows[: 60 * 16]].reshape(60, 16)
+    assert len(rows) >= 60 * 16
+    assert (np.diff(predicted, axis=1) <= 0).all()
+
+
 def test_a_scenario_draws_no_more_prompts_than_it_needs():
     config = load_profile(PROFILES / "synthetic_1m.yaml")
     scenario = scenario_of(config, steps=15)
