@@ -13,9 +13,10 @@ from forebay.config import RunConfig, parse_config
 from forebay.errors import UserError
 from forebay.simulation import plan as planning
 from forebay.simulation.bound import bound
+from forebay.simulation.model import Scenario
 from forebay.simulation.plan import Choice, Line, Plan, engine_devices, make_plan
 from forebay.simulation.plan_page import COLUMNS, advice, cells, check_page, left_out, page, write_page
-from forebay.simulation.run import simulate
+from forebay.simulation.run import SimulationResult, simulate
 from forebay.simulation.scenario import scenario_of
 
 SMALL: dict[str, Any] = {
@@ -85,8 +86,13 @@ def test_a_line_is_what_its_profile_simulates_to(made: Plan) -> None:
 
 
 def test_no_choice_is_looked_at_before_its_first_wave_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenarios = []
-    monkeypatch.setattr(planning, "simulate", lambda scenario: scenarios.append(scenario) or simulate(scenario))
+    scenarios: list[Scenario] = []
+
+    def watched(scenario: Scenario, **options: Any) -> SimulationResult:
+        scenarios.append(scenario)
+        return simulate(scenario, **options)
+
+    monkeypatch.setattr(planning, "simulate", watched)
     make_plan(profile(control={"batch_groups": 2, "max_staleness": 16, "work_in_progress": 15}), 2)
     assert {(scenario.warm_up, scenario.rules.steps) for scenario in scenarios} >= {(10, 40), (15, 45)}
     for scenario in scenarios:
