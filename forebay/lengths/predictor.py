@@ -186,8 +186,8 @@ def quantile(values: Vector, censored: NDArray[np.bool_], share: float, prompts:
 
 def with_quantiles(predictor: Calibrated, prompts: Prompts, observed: Observed, upper: float) -> Calibrated:
     """With quantiles that hold on these held-out prompts."""
-    values = scores(predictor, prompts, observed)
-    median, high = (quantile(values, observed.truncated, share, observed.prompts) for share in (0.5, upper))
+    values, answered = scores(predictor, prompts, observed), int(np.count_nonzero(observed.counts))
+    median, high = (quantile(values, observed.truncated, share, answered) for share in (0.5, upper))
     return replace(predictor, median_score=median, upper_score=high)
 
 

@@ -1,7 +1,7 @@
 """How well lengths can be told before the run: the numbers, a table and `report.json`, `report.png`.
 
-Everything is measured on held-out prompts, which the judged predictor did not see. Quantiles are calibrated on one half
-of these and counted on the other, in turn, so that no response counts for the quantile that it helped to set.
+Everything is measured on held-out prompts, which the judged predictor did not see. Quantiles are calibrated on a part
+of these and counted on the rest, in turn, so that no response counts for the quantile that it helped to set.
 """
 
 import json
@@ -23,6 +23,8 @@ from forebay.run import RunContext
 
 LEVELS = tuple(float(level) for level in np.round(np.arange(0.05, 1.0, 0.05), 2))
 """Quantiles of the calibration curve."""
+FOLDS = 10
+"""Parts of the held-out prompts, each judged by the others."""
 SHOWN = 4000
 """Points drawn at most."""
 _INK, _MUTED, _GRID, _BLUE, _ORANGE, _GREY = "#1f2933", "#7b8794", "#e4e7eb", "#1f6fb2", "#e08a1e", "#b8c0c8"
@@ -92,19 +94,22 @@ def judge(predictor: Calibrated, prompts: Prompts, observed: Observed, upper: fl
 
 
 def coverage(values: Vector, observed: Observed, levels: Sequence[float]) -> Vector | None:
-    """Share of responses below each quantile, calibrated on every other prompt and counted on the rest, and vice versa.
+    """Share of responses below each quantile, each prompt's counted with the quantile that the prompts of the other
+    `FOLDS` - 1 random parts give (cross-validation).
 
     `values`: standardised residuals of the responses. A truncated one is covered if the predicted quantile is the
     budget. None for fewer than two prompts."""
     if observed.prompts < 2:
         return None
-    odd = observed.owner % 2 == 1
+    # By chance: the prompts come in an order of which every other one is short (`profile.sample_order`).
+    part = np.random.default_rng(0).permutation(observed.prompts) % min(FOLDS, observed.prompts)
     covered = np.zeros(len(levels))
-    for half in (odd, ~odd):
-        prompts = len(np.unique(observed.owner[half]))
+    for number in range(part.max() + 1):
+        judged = part[observed.owner] == number
+        prompts = len(np.unique(observed.owner[~judged]))
         for i, level in enumerate(levels):
-            limit = quantile(values[half], observed.truncated[half], level, prompts)
-            covered[i] += np.count_nonzero(values[~half] <= limit)
+            limit = quantile(values[~judged], observed.truncated[~judged], level, prompts)
+            covered[i] += np.count_nonzero(values[judged] <= limit)
     return covered / len(values)
 
 
