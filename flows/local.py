@@ -24,6 +24,7 @@ from rich.console import Console
 
 from forebay.config import RunConfig
 from forebay.errors import DeadlineError, RunError, UserError
+from forebay.launch.main_script import require_guard
 
 QUIET = {
     "DO_NOT_TRACK": "1",
@@ -60,6 +61,7 @@ def run_pipeline(config: RunConfig, console: Console | None = None) -> dict[str,
     Raises what the stages raise (`ForebayError`), `KeyboardInterrupt` for Ctrl-C and SIGTERM; either way the failure
     is published and no process is left.
     """
+    require_guard()
     home = Path(os.environ.get("PREFECT_HOME") or Path(config.storage.scratch).resolve() / "prefect")
     with _environment(home), _lines_on(console or Console()), _sigterm_interrupts(), _prefect_api(home):
         from flows.pipeline import pipeline

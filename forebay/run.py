@@ -10,6 +10,7 @@ from pathlib import Path
 
 from forebay.config import RunConfig
 from forebay.errors import UserError
+from forebay.launch.main_script import require_guard
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class RunContext:
 
     @classmethod
     def create(cls, config: RunConfig) -> "RunContext":
-        """A new run with a fresh id, token and folder."""
+        """A new run with a fresh id, token and folder. Raises `UserError`."""
+        require_guard()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         run_id = f"{config.name}-{stamp}-{secrets.token_hex(2)}"
         run = cls(config, run_id, Path(config.storage.scratch).resolve(), secrets.token_urlsafe(24))

@@ -36,6 +36,7 @@ from forebay.data.schema import QUARANTINE, BadRow, Draft, quarantine_table
 from forebay.data.sources import GROWING, Block, Part, Record, parts_of
 from forebay.data.start_model import cached
 from forebay.errors import RunError
+from forebay.launch.main_script import GUARD, require_guard
 
 EDITION = 1
 """Raise it when a change of the code changes what rows are made of."""
@@ -327,6 +328,8 @@ class _Workers:
 
     def __init__(self, wanted: int | None, size: int) -> None:
         count = wanted or (len(os.sched_getaffinity(0)) if size > _SMALL else 1)
+        if count > 1:
+            require_guard()
         # Not forked: this process has threads.
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(count, mp_context=context) if count > 1 else None
@@ -346,7 +349,10 @@ class _Workers:
         try:
             yield from self._ahead_of_time(self._pool, blocks, *args)
         except BrokenProcessPool:
-            raise RunError("a process that reads the data has died (no memory left?); lower data.workers") from None
+            raise RunError(
+                "a process that reads the data has died: lower data.workers if there is no memory left; a script that "
+                f"calls Forebay does so under `if {GUARD}:`"
+            ) from None
 
     def _ahead_of_time(self, pool: ProcessPoolExecutor, blocks: Iterator[Block], *args: Any) -> Iterator[_Digest]:
         waiting: deque[Future[_Digest]] = deque()

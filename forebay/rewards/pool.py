@@ -16,6 +16,7 @@ from pathlib import Path
 
 from forebay.config import RewardConfig
 from forebay.errors import DataError, RunError
+from forebay.launch.main_script import require_guard
 from forebay.rewards.judgement import Judgement
 from forebay.rewards.tally import Tally
 from forebay.rewards.worker import Setup, Task, Worker
@@ -23,9 +24,11 @@ from forebay.rewards.worker import Setup, Task, Worker
 
 class RewardPool:
     """Scores groups as `reward` says; `tokenizer_dir` is a Hugging Face model folder, `budget` the response tokens
-    allowed. The workers start at once, while the engines do."""
+    allowed. The workers start at once, while the engines do. Raises `UserError` for a main script that they must not
+    run again."""
 
     def __init__(self, reward: RewardConfig, tokenizer_dir: Path, budget: int, tally: Tally | None = None) -> None:
+        require_guard()
         self.tally = Tally() if tally is None else tally
         self._name = reward.name
         setup = Setup(reward, str(tokenizer_dir), budget, os.getpid())

@@ -24,6 +24,7 @@ from typing import Any
 from forebay.config import RewardConfig
 from forebay.errors import RunError, UserError
 from forebay.launch.guard import PR_SET_PDEATHSIG, prctl
+from forebay.launch.main_script import AGAIN, WORKER, unguarded
 from forebay.rewards.composition import Composition, Group, Response, judge_group, together
 from forebay.rewards.judgement import Judgement, failed, timed_out
 
@@ -136,6 +137,8 @@ class Worker:
                 ) from None
             except (EOFError, OSError):
                 self._end()
+                if self._process.exitcode == AGAIN:
+                    raise unguarded() from None
                 continue
             if kind == "broken":
                 raise UserError(text)
@@ -150,7 +153,7 @@ class Worker:
             # A spawned process shares nothing with us: no threads, locks, sockets or GPU state.
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=serve, args=(theirs, self._setup), name="reward-worker", daemon=True)
+            self._process = context.Process(target=serve, args=(theirs, self._setup), name=WORKER, daemon=True)
             self._process.start()
             theirs.close()
             self._is_ready = False
