@@ -4,8 +4,8 @@ Invariants:
 - accepted + quarantined + duplicates = read, in each version.
 - A version's id is the hash of its source's content, the settings that rows depend on, and its parent: equal ids, equal
   rows. Nothing in a version changes; a later one adds files of its own.
-- A version of a source that has grown (lines at the end of a file, more files) has read only what is new. Its parents
-  are the versions whose files it goes on from.
+- A version of a source that has grown (lines or row groups at the end of a file, more files) has read only what is
+  new. Its parents are the versions whose files it goes on from.
 - Of rows with the same prompt the first is kept. A later one is a duplicate, or a bad row if its answer is another.
 
 Memory: a few blocks in flight, and about 150 bytes for each accepted row (to find repeated prompts).
@@ -32,6 +32,7 @@ from forebay.config import DataConfig, RunConfig
 from forebay.data.images import Pictures
 from forebay.data.leaks import likeness
 from forebay.data.read import bad_row, checked
+from forebay.data.row_groups import RowGroups, row_groups
 from forebay.data.schema import QUARANTINE, BadRow, Draft, quarantine_table
 from forebay.data.sources import GROWING, Block, Part, Record, parts_of
 from forebay.data.start_model import cached
@@ -122,29 +123,49 @@ def make_dataset(
     earlier = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(home.glob("*/manifest.json"))]
     sizes: dict[str, set[int]] = defaultdict(set)
     for part in (part for manifest in earlier for part in manifest["parts"]):
-        sizes[part["name"]].add(part["size"])
-    prints = {part.name: part.fingerprints(sizes[part.name]) for part in parts}
+        sizes[part["name"]] |= {part["size"], part.get("groups_end", 0)}
+    groups = {part.name: row_groups(part.file) for part in parts}
+    prints = {part.name: part.fingerprints(sizes[part.name] | {groups[part.name].end}) for part in parts}
     content = [[part.name, part.size, prints[part.name][part.size]] for part in parts]
     same = [m for m in earlier if [[p["name"], p["size"], p["sha256"]] for p in m["parts"]] == content]
     if same and same[0]["reusable"]:
         return Dataset(home / same[0]["version"], same[0], cached=True)
-    parent = max((m for m in earlier if _continues(m, parts, prints)), key=lambda m: m["counts"]["read"], default=None)
+    begun = [manifest for manifest in earlier if _continues(manifest, parts, prints, groups)]
+    parent = max(begun, key=lambda manifest: manifest["counts"]["read"], default=None)
     version = _hash([key, content, parent and parent["version"], os.urandom(8).hex() if same else ""])
-    making = _Making(data, pictures, parts, parent, on_read)
+    ends = {name: _groups_end(found, prints[name]) for name, found in groups.items()}
+    making = _Making(data, pictures, parts, parent, on_read, ends)
     cached(home / version, lambda folder: making.write(folder, home, version, content))
     manifest = json.loads((home / version / "manifest.json").read_text(encoding="utf-8"))
     return Dataset(home / version, manifest, cached=False)
 
 
-def _continues(manifest: Mapping[str, Any], parts: list[Part], prints: Mapping[str, Mapping[int, str]]) -> bool:
-    """Whether every part of a version is still there, unchanged but for lines added at its end."""
+def _continues(
+    manifest: Mapping[str, Any],
+    parts: list[Part],
+    prints: Mapping[str, Mapping[int, str]],
+    groups: Mapping[str, RowGroups],
+) -> bool:
+    """Whether every part of a version is still there, unchanged but for what was added at its end."""
     sizes = {part.name: part.size for part in parts}
-    return manifest["reusable"] and all(
-        part["name"] in sizes
-        and prints[part["name"]].get(part["size"]) == part["sha256"]
-        and (sizes[part["name"]] == part["size"] or (part["name"].endswith(GROWING) and part["ended"]))
-        for part in manifest["parts"]
-    )
+
+    def goes_on(part: Mapping[str, Any]) -> bool:
+        name, size = part["name"], part["size"]
+        if name not in sizes:
+            return False
+        if prints[name].get(size) == part["sha256"]:
+            return bool(sizes[name] == size or (name.endswith(GROWING) and part["ended"]))
+        known = _groups_end(groups[name].first(part["lines"]), prints[name])
+        return bool(known) and size < sizes[name] and known.items() <= part.items()
+
+    return manifest["reusable"] and all(map(goes_on, manifest["parts"]))
+
+
+def _groups_end(groups: RowGroups, prints: Mapping[int, str]) -> dict[str, Any]:
+    """What a manifest says of a part's row groups, so that it is known again when there are more."""
+    if groups.end not in prints or not groups.end:
+        return {}
+    return dict(groups_end=groups.end, groups_sha256=prints[groups.end], columns=groups.columns)
 
 
 def _hash(value: Any) -> str:
@@ -160,6 +181,8 @@ class _Making:
     parts: list[Part]
     parent: Mapping[str, Any] | None
     on_read: OnRead | None
+    row_groups: Mapping[str, Mapping[str, Any]]
+    """By the name of a part, what its manifest says of them."""
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     seen: dict[int, int] = field(default_factory=dict)
     """Likeness of a prompt -> its part, row and hash of its answer, packed."""
@@ -196,7 +219,7 @@ class _Making:
         if self.counts["read"] != sum(self.counts[name] for name in COUNTS[1:]):
             raise RunError(f"{self.parts[0].name}: the account of rows does not add up ({self.counts}): a bug")
         parts = [
-            dict(name=name, size=size, sha256=sha, lines=count, ended=_ended(part))
+            dict(name=name, size=size, sha256=sha, lines=count, ended=_ended(part), **self.row_groups[name])
             for (name, size, sha), count, part in zip(content, lines, self.parts, strict=True)
         ]
         manifest = dict(version=version, parents=parents, counts=self.counts, reusable=self.reusable, parts=parts)

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from forebay.config import RunConfig
 from forebay.config.data import refuse_credentials
 from forebay.data.hub import load_from_hub
+from forebay.data.row_groups import groups_from
 from forebay.errors import UserError
 from forebay.storage.objects import open_objects
 
@@ -108,17 +109,14 @@ class Part:
         return found
 
     def blocks(self, start: int = 0, first: int = 1) -> Iterator[Block]:
-        """From byte `start` on (of a growing format), whose line or row has the number `first`."""
-        readers = {".parquet": _parquet, ".json": _json_list, ".arrow": _arrow}
+        """From byte `start` on (of a growing format), whose line or row has the number `first`; of Parquet, from the
+        row group that begins with it."""
+        readers = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet, ".json": _json_list, ".arrow": _arrow}
         try:
             if self.file is None:
                 yield from _numbered(self.hub.with_format("arrow").iter(_most_rows(self.hub.data.nbytes, self.size)), 1)
-            elif self.file.suffix == ".jsonl":
-                yield from _json_lines(self.file, start, first)
-            elif self.file.suffix == ".csv":
-                yield from _csv(self.file, start, first)
             else:
-                yield from readers[self.file.suffix](self.file)
+                yield from readers[self.file.suffix](self.file, start, first)
         except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             # A binary file without its end or with holes: most often a download that broke off.
@@ -194,10 +192,9 @@ def _fetched(source: str, split: str, config: RunConfig, cache: Path) -> list[Pa
     return parts
 
 
-def _numbered(tables: Iterator[Any], row: float) -> Iterator[Block]:
+def _numbered(tables: Iterator[Any], row: float, first: int = 1) -> Iterator[Block]:
     """Arrow tables or batches as blocks of at most `ROWS` rows and about 8 MB. `row`: bytes of the file that one takes,
     on average."""
-    first = 1
     for table in tables:
         batches = table.to_batches() if isinstance(table, pa.Table) else [table]
         for batch in batches:
@@ -251,14 +248,15 @@ def _most_rows(size: int, rows: int) -> int:
     return max(1, min(ROWS, 4 * BLOCK * rows // max(1, size)))
 
 
-def _parquet(path: Path) -> Iterator[Block]:
+def _parquet(path: Path, _start: int, first: int) -> Iterator[Block]:
     with pq.ParquetFile(path, buffer_size=BLOCK) as file:
         rows = max(1, file.metadata.num_rows)
         size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
-        yield from _numbered(file.iter_batches(batch_size=_most_rows(size, rows)), path.stat().st_size / rows)
+        batches = file.iter_batches(_most_rows(size, rows), row_groups=groups_from(file, first))
+        yield from _numbered(batches, path.stat().st_size / rows, first)
 
 
-def _arrow(path: Path) -> Iterator[Block]:
+def _arrow(path: Path, _start: int, _first: int) -> Iterator[Block]:
     """Both forms of Arrow's IPC: with a footer, or a stream (as Hugging Face's `save_to_disk` writes)."""
     with pa.memory_map(str(path)) as file:
         try:
@@ -321,7 +319,7 @@ def _object(value: Any) -> Record:
     return Unreadable(f"is of type {type(value).__name__}, not an object with columns", str(value)[:300])
 
 
-def _json_list(path: Path) -> Iterator[Block]:
+def _json_list(path: Path, _start: int, _first: int) -> Iterator[Block]:
     if path.stat().st_size > LONGEST_LIST:
         raise ValueError(f"more than {LONGEST_LIST >> 20} MB in a single list: write one object a line, as .jsonl")
     try:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -143,6 +144,76 @@ def test_a_grown_source_is_read_from_where_it_ended(tmp_path: Path, monkeypatch:
     assert third.counts == {"read": 9, "accepted": 6, "quarantined": 1, "duplicates": 2}
     assert quarantined(third)[0]["row"] == 7
     assert dataset(tmp_path, folder).folder == third.folder
+
+
+def parquet(path: Path, *groups: list[Any]) -> None:
+    """One row group for each list."""
+    told = {"rows": str(sum(map(len, groups)))}  # as pandas does
+    schema = pa.schema([("prompt", pa.string()), ("answer", pa.string())], metadata=told)
+    with pq.ParquetWriter(path, schema) as writer:
+        for rows in groups:
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+
+
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """(file, first row) of each block that is checked from now on."""
+    seen: list[tuple[str, int]] = []
+    digest = forebay.data.dataset.digest
+
+    def noted(block: Any, part: str, *args: Any) -> Any:
+        seen.append((Path(part).name, block.first))
+        return digest(block, part, *args)
+
+    monkeypatch.setattr(forebay.data.dataset, "digest", noted)
+    return seen
+
+
+def test_parquet_that_was_written_again_with_more_row_groups_is_read_from_the_new_ones_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, source = rows_read(monkeypatch), tmp_path / "rows.parquet"
+    old = numbered(1, 2, 3), numbered(4, 5)
+    parquet(source, *old)
+    first = dataset(tmp_path, source)
+    parquet(source, *old, [*numbered(2, 6), {"prompt": "p4", "answer": "x"}], numbered(7))
+    grown = dataset(tmp_path, source)
+    assert seen == [("rows.parquet", 1), ("rows.parquet", 6)]
+    assert grown.parents == [first.folder.name]
+    whole = dataset(tmp_path / "elsewhere", source)
+    assert grown.counts == whole.counts == {"read": 9, "accepted": 7, "quarantined": 1, "duplicates": 1}
+    for name in ("prompt_id", "row", "answer"):
+        assert grown.column(name).to_pylist() == whole.column(name).to_pylist()
+    assert quarantined(grown) == quarantined(whole)
+    assert dataset(tmp_path, source).folder == grown.folder
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (numbered(1, 2, 9), numbered(4, 5), numbered(6)),  # an old row is another
+        (numbered(1, 2), numbered(3, 4, 5), numbered(6)),  # the same rows, cut otherwise
+        (numbered(1, 2, 3, 4, 5, 6),),
+        (numbered(6), numbered(1, 2, 3), numbered(4, 5)),  # not at the end
+    ],
+)
+def test_parquet_whose_old_row_groups_are_others_is_read_anew(tmp_path: Path, groups: tuple[list[Any], ...]) -> None:
+    source = tmp_path / "rows.parquet"
+    parquet(source, numbered(1, 2, 3), numbered(4, 5))
+    dataset(tmp_path, source)
+    parquet(source, *groups)
+    made = dataset(tmp_path, source)
+    assert (made.parents, made.counts["read"]) == ([], 6)
+    assert prompts(made) == [row["prompt"] for group in groups for row in group]
+
+
+def test_of_a_folder_of_parquet_only_new_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, folder = rows_read(monkeypatch), tmp_path / "rows"
+    folder.mkdir()
+    parquet(folder / "b.parquet", numbered(1, 2))
+    dataset(tmp_path, folder)
+    parquet(folder / "a.parquet", numbered(3))
+    assert prompts(dataset(tmp_path, folder)) == ["p1", "p2", "p3"]
+    assert seen == [("b.parquet", 1), ("a.parquet", 1)]
 
 
 def test_a_source_that_has_changed_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
