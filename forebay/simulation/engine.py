@@ -26,11 +26,6 @@ from forebay.control.groups import Group
 from forebay.control.types import EngineLoad, RefreshMode, Sample, VersionSpan
 from forebay.simulation.model import EngineModel
 
-PLACE = 2**32
-"""In `Engine._ends` a response is -(end x PLACE + serial): the next to end is the last, pushing costs a few comparisons
-and popping none, and there is one object for each. So an engine's state stays small enough for the processor's cache,
-which is what many engines are short of."""
-
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -58,7 +53,8 @@ class Response:
     spans: tuple[VersionSpan, ...] = ()
     """Of these."""
     start: int = field(init=False)
-    """Step at which it was admitted last."""
+    """Step at which it was admitted last, which was the engine's admission number `serial`."""
+    serial: int = field(init=False)
     era: int = field(init=False)
     """Entry of the version history at that time."""
 
@@ -93,32 +89,40 @@ class Swap:
     tokens_discarded: int
 
 
+@dataclass(slots=True, eq=False)
 class Engine:
-    """See the module's text."""
+    """See the module's text. Slots, since many engines take turns in the processor's cache."""
 
-    def __init__(self, model: EngineModel) -> None:
-        self.model = model
-        self.time = 0.0
-        self.due = math.inf
-        self.swap: Swap | None = None
-        """The refresh that the last `fire` has carried out."""
-        self._clock = 0  # decode steps
-        self._active = 0
-        self._resident = 0  # KV tokens of the active responses
-        self._ahead = 0  # steps from `time` to `due`
-        self._serial = 0
-        self._ends: list[int] = []  # of the running ones, see PLACE
-        self._running: dict[int, Response] = {}  # by serial, the youngest last
-        self._waiting: deque[Response] = deque()
-        self._refresh: tuple[RefreshMode, int] | None = None
-        self._history = [(0, 0, False)]  # (first step, version, whether older KV caches were kept)
-        self._era = 0  # its last entry
-        self._decoded = self._padding = self._prompts = 0  # tokens
-        self._filled = self._idle = self._paused = self._paused_until = 0.0
-        self._preempted = self._recomputed = 0
-        self._a, self._b, self._c = model.a, model.b, model.c
-        self._slots, self._room = model.slots, model.kv_tokens
-        self._bounded = model.kv_tokens != math.inf and not model.padded
+    model: EngineModel
+    time: float = 0.0
+    due: float = math.inf
+    swap: Swap | None = None
+    """The refresh that the last `fire` has carried out."""
+    _clock: int = 0  # decode steps
+    _active: int = 0
+    _resident: int = 0  # KV tokens of the active responses
+    _ahead: int = 0  # steps from `time` to `due`
+    _serial: int = 0
+    # The next to end is the last, of several the one that came first: a bisection puts one in, none takes it out.
+    _running: list[Response] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)  # of these, the steps, negative
+    _waiting: deque[Response] = field(default_factory=deque)
+    _refresh: tuple[RefreshMode, int] | None = None
+    _history: list[tuple[int, int, bool]] = field(default_factory=lambda: [(0, 0, False)])  # step, version, cache kept
+    _era: int = 0  # its last entry
+    _decoded: int = 0  # tokens, as the next two
+    _padding: int = 0
+    _prompts: int = 0
+    _filled: float = 0.0
+    _idle: float = 0.0
+    _paused: float = 0.0
+    _paused_until: float = 0.0
+    _preempted: int = 0
+    _recomputed: int = 0
+    _bounded: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._bounded = self.model.kv_tokens != math.inf and not self.model.padded
 
     # ---- what the owner does
 
@@ -137,10 +141,8 @@ class Engine:
     def drop(self, now: float, job: Job) -> None:
         """Nobody waits for this group any more: its responses leave at the next boundary."""
         self._reach(now)
-        gone = {serial for serial, response in self._running.items() if response.job is job}
-        for serial in gone:
-            self._leave(self._running.pop(serial))
-        self._ends = [end for end in self._ends if -end % PLACE not in gone]
+        for response in [response for response in self._running if response.job is job]:
+            self._take_out(response)
         self._waiting = deque(response for response in self._waiting if response.job is not job)
         self._stop_here()
 
@@ -148,7 +150,7 @@ class Engine:
         """Do what is due; returns the responses that have ended, `swap` says whether new weights came."""
         self._decode(self._ahead, self.due)
         finished = self._finish()
-        if self._bounded and self._resident + self._active > self._room:
+        if self._bounded and self._resident + self._active > self.model.kv_tokens:
             self._preempt()
         self.swap = None
         if self._refresh is not None and (self._refresh[0] != "drain" or self.is_empty):
@@ -181,9 +183,9 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """As a client with no delay would see it."""
-        held = [*self._running.values(), *self._waiting]
-        padding = sum(self._clock - r.start - self._advance(r) for r in self._running.values())
-        advanced = sum(map(self._advance, self._running.values()))
+        held = [*self._running, *self._waiting]
+        padding = sum(self._clock - r.start - self._advance(r) for r in self._running)
+        advanced = sum(map(self._advance, self._running))
         return EngineLoad(
             active=len(held),
             context=sum(response.prompt_tokens + response.done for response in held) + advanced,
@@ -201,8 +203,8 @@ class Engine:
         if not self._active:
             self._decode(0, now)
             return
-        growth = self._c * self._active / 2
-        pace = self._a + self._b * self._active + self._c * self._resident - growth
+        model, growth = self.model, self.model.c * self._active / 2
+        pace = model.a + model.b * self._active + model.c * self._resident - growth
         steps = 2 * seconds / (pace + math.sqrt(pace * pace + 4 * growth * seconds))
         # A boundary that is `now` but for rounding is now.
         whole = min(math.ceil(steps - 1e-9 * (1 + steps)), self._ahead)
@@ -211,8 +213,8 @@ class Engine:
 
     def _seconds(self, steps: int) -> float:
         """For so many steps from here, as long as nothing happens."""
-        active, c = self._active, self._c
-        return steps * (self._a + self._b * active + c * (self._resident + active * (steps - 1) / 2))
+        active, model = self._active, self.model
+        return steps * (model.a + model.b * active + model.c * (self._resident + active * (steps - 1) / 2))
 
     def _decode(self, steps: int, until: float) -> None:
         """So many steps until then; without a response, just wait."""
@@ -241,9 +243,9 @@ class Engine:
         if not self._ends:
             self._ahead, self.due = 0, math.inf
             return
-        ahead = -self._ends[-1] // PLACE - self._clock
+        ahead = -self._ends[-1] - self._clock
         if self._bounded:
-            ahead = min(ahead, int(self._room - self._resident) // self._active)
+            ahead = min(ahead, int(self.model.kv_tokens - self._resident) // self._active)
         self._ahead = ahead
         self.due = self.time + self._seconds(ahead)
 
@@ -252,12 +254,12 @@ class Engine:
     def _admit(self) -> None:
         """From the front, as many as find a slot and KV room."""
         waiting = self._waiting
-        while waiting and self._active < self._slots:
+        while waiting and self._active < self.model.slots:
             response = waiting[0]
             if self._bounded and self._active:
                 # Its tokens, and one more of each active response.
                 growth = response.prompt_tokens + response.done + self._active + 1
-                if self._resident + growth > self._room:
+                if self._resident + growth > self.model.kv_tokens:
                     break
             self._start(waiting.popleft(), self._clock + response.length - response.done)
 
@@ -267,11 +269,11 @@ class Engine:
             return
         chosen: list[Response] = []
         contexts = rest = 0
-        while self._waiting and len(chosen) < self._slots:
+        while self._waiting and len(chosen) < self.model.slots:
             response = self._waiting[0]
             longest = max(rest, response.length - response.done)
             wider = contexts + response.prompt_tokens + response.done
-            if chosen and wider + (len(chosen) + 1) * longest > self._room:
+            if chosen and wider + (len(chosen) + 1) * longest > self.model.kv_tokens:
                 break
             contexts, rest = wider, longest
             chosen.append(self._waiting.popleft())
@@ -280,10 +282,11 @@ class Engine:
             self._start(response, end)
 
     def _start(self, response: Response, end: int) -> None:
-        self._serial = serial = self._serial + 1
-        response.start, response.era = self._clock, self._era
-        self._running[serial] = response
-        bisect.insort(self._ends, -end * PLACE - serial)
+        self._serial += 1
+        response.serial, response.start, response.era = self._serial, self._clock, self._era
+        place = bisect.bisect_left(self._ends, -end)
+        self._ends.insert(place, -end)
+        self._running.insert(place, response)
         self._active += 1
         self._resident += response.prompt_tokens + response.done
         if response.done or not response.job.prefilled:
@@ -301,15 +304,23 @@ class Engine:
 
     def _finish(self) -> list[Response]:
         """Take out those whose step has come."""
-        finished, ends, due = list[Response](), self._ends, -(self._clock + 1) * PLACE
-        while ends and ends[-1] > due:
-            response = self._running.pop(-ends.pop() % PLACE)
+        finished: list[Response] = []
+        running, ends, now = self._running, self._ends, -self._clock
+        while ends and ends[-1] >= now:
+            ends.pop()
+            response = running.pop()
             self._leave(response)
             length = response.length
             ids = range(length)
             response.job.samples[response.place] = Sample(ids, ids, self._spans(response, length), "stop")
             finished.append(response)
         return finished
+
+    def _take_out(self, response: Response) -> None:
+        """Before its end."""
+        place = self._running.index(response)
+        del self._running[place], self._ends[place]
+        self._leave(response)
 
     def _leave(self, response: Response) -> None:
         """Give slot and KV cache up."""
@@ -321,11 +332,9 @@ class Engine:
 
     def _preempt(self) -> None:
         """The youngest give their KV cache up until the others can go on."""
-        while self._active > 1 and self._resident + self._active > self._room:
-            serial, response = self._running.popitem()
-            end = response.start + response.length - response.done
-            del self._ends[bisect.bisect_left(self._ends, -end * PLACE - serial)]
-            self._leave(response)
+        while self._active > 1 and self._resident + self._active > self.model.kv_tokens:
+            response = max(self._running, key=lambda response: response.serial)
+            self._take_out(response)
             tokens = response.done + self._advance(response)
             self._preempted += response.prompt_tokens + tokens
             response.spans = self._spans(response, tokens)
@@ -357,8 +366,8 @@ class Engine:
 
     def _abort(self) -> tuple[Sequence[Job], int]:
         """(groups that are here, response tokens of all their responses); the engine is empty then."""
-        held = [*self._running.values(), *self._waiting]
-        for response in self._running.values():
+        held = [*sorted(self._running, key=lambda response: response.serial), *self._waiting]
+        for response in self._running:
             tokens = response.done + self._advance(response)
             self._padding += self._clock - response.start - self._advance(response)
             response.spans = self._spans(response, tokens)

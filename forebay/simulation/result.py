@@ -117,8 +117,8 @@ class Statistics:
             return
         self._ages[age] += 1
         for sample in entry.samples:
-            for span in sample.versions:
-                tokens[trained - span.version] += span.end - span.start
+            for version, start, end, _ in sample.versions:
+                tokens[trained - version] += end - start
 
     def queued(self, now: float, groups: int) -> None:
         """The number of queued groups may have changed."""
