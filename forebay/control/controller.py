@@ -80,7 +80,7 @@ class Controller:
     @property
     def outstanding(self) -> int:
         """Groups waiting, generating, being scored, queued or in training."""
-        return len(self.groups)
+        return len(self.open.by_id)
 
     @property
     def finished(self) -> bool:
@@ -99,7 +99,7 @@ class Controller:
 
     def next_dispatch(self) -> Dispatch | None:
         """Prompts for the engine with the least left to do, or None if no rule lets one start."""
-        if not self._pool.any_free:
+        if not self._pool.any_free():
             return None
         room = self._room()
         if room < 1 and not self._retries:

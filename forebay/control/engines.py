@@ -31,6 +31,8 @@ class Engine:
     groups: set[int] = field(default_factory=set)
     samples: int = 0
     """Responses in flight."""
+    taken: int = 0
+    """Slots that have a response."""
     load: float = 0.0
     """Response tokens still expected of the groups in flight; up to date when engines are compared."""
     footprint: float = 0.0
@@ -47,15 +49,13 @@ class EnginePool:
         self._published = 0
         self._refreshing = 0
         self._free: set[int] = set()
-        self._slots: dict[int, int] = {}
-        self._taken = 0  # slots of all engines that have a response; by engine in _slots
+        self._taken = 0  # slots of all engines that have a response
         self._changed: dict[int, Group] = {}
         """Groups in flight whose part of `Engine.load` is out of date."""
         self._behind = False  # some engine may serve an older version than the published one
 
     # ---- which engine
 
-    @property
     def any_free(self) -> bool:
         """Whether a group may start on some engine."""
         return bool(self._free) and not self._behind_barrier
@@ -76,22 +76,18 @@ class EnginePool:
             engine.version < self._published for engine in self.engines.values()
         )
 
-    def _note(self, key: int) -> None:
+    def _note(self, key: int, engine: Engine) -> None:
         """Something about this engine has changed that decides whether it is free."""
-        engine = self.engines.get(key)
-        taken = min(engine.samples, self._rules.max_concurrent_samples) if engine is not None else 0
-        self._taken += taken - self._slots.get(key, 0)
-        self._slots[key] = taken
-        if engine is not None and not engine.refreshing and self._has_room(engine):
+        slots = self._rules.max_concurrent_samples
+        taken = engine.samples if engine.samples < slots else slots
+        self._taken += taken - engine.taken
+        engine.taken = taken
+        # A group all of whose responses are there, but not handed over yet, holds no slot and holds up a barrier.
+        has_room = not engine.groups if self._rules.minibatch_barrier else taken < slots
+        if has_room and not engine.refreshing:
             self._free.add(key)
         else:
             self._free.discard(key)
-
-    def _has_room(self, engine: Engine) -> bool:
-        """A group all of whose responses are there, but not handed over yet, holds no slot and holds up a barrier."""
-        if self._rules.minibatch_barrier:
-            return not engine.groups
-        return engine.samples < self._rules.max_concurrent_samples
 
     def room(self, key: int) -> float:
         """Groups that may start there now. Behind a minibatch barrier: no limit but the minibatch."""
@@ -124,19 +120,27 @@ class EnginePool:
         engine = self.engines[key]
         group.engine = key
         group.engines += (key,)
-        group.born = min([engine.version, *(s.oldest_version for s in group.samples if s.ids)])
-        done = [len(s.ids) for s in group.prefixes if s.finish_reason is not None]
-        begun = [len(s.ids) for s in group.prefixes if s.finish_reason is None]
-        group.finished, group.running = done, len(begun)
-        group.reached = sum(begun) // len(begun) if begun else 0
-        group.fresh = not done and not any(begun)
+        if group.samples:
+            self._start_from(group, engine.version)
+        else:
+            group.born, group.finished, group.running = engine.version, [], group.size
+            group.reached, group.fresh = 0, True
         if group.expected is None:
             group.expected = self.expected(group.prompt.predicted_length)
         engine.groups.add(group.group_id)
         engine.samples += group.running
         group.load = group.footprint = 0.0
         self._changed[group.group_id] = group
-        self._note(key)
+        self._note(key, engine)
+
+    def _start_from(self, group: Group, version: int) -> None:
+        """It goes on from what there is of its responses."""
+        done = [len(s.ids) for s in group.samples if s.finish_reason is not None]
+        begun = [len(s.ids) for s in group.samples if s.finish_reason is None]
+        group.born = min(version, group.oldest_version)
+        group.finished, group.running = done, len(begun)
+        group.reached = sum(begun) // len(begun) if begun else 0
+        group.fresh = not done and not any(begun)
 
     def sample_finished(self, group: Group, tokens: int) -> None:
         """A response of a group in flight is done: its slot is free, and the others are better known."""
@@ -145,11 +149,11 @@ class EnginePool:
             return
         group.running -= 1
         group.finished.append(tokens)
-        if group.fresh:
-            group.reached = max(group.reached, tokens)  # they began together, and the others go on
+        if group.fresh and tokens > group.reached:
+            group.reached = tokens  # they began together, and the others go on
         engine.samples -= 1
         self._changed[group.group_id] = group
-        self._note(key)
+        self._note(key, engine)
 
     def release(self, group: Group) -> None:
         """It is in flight no more."""
@@ -162,7 +166,7 @@ class EnginePool:
             self._changed.pop(group.group_id, None)
             if not engine.groups:
                 engine.load = engine.footprint = 0.0  # no rounding errors pile up
-            self._note(key)
+            self._note(key, engine)
         group.engine = None
         group.running = 0
 
@@ -199,13 +203,15 @@ class EnginePool:
     # ---- engines come, go and refresh
 
     def joined(self, key: int, version: int) -> None:
-        self.engines[key] = Engine(version)
+        self.engines[key] = engine = Engine(version)
         self._behind = True
-        self._note(key)
+        self._note(key, engine)
 
     def lost(self, key: int) -> None:
-        self._refreshing -= self.engines.pop(key).refreshing
-        self._note(key)
+        engine = self.engines.pop(key)
+        self._refreshing -= engine.refreshing
+        self._taken -= engine.taken
+        self._free.discard(key)
 
     def published(self, version: int) -> None:
         self._published = version
@@ -234,9 +240,10 @@ class EnginePool:
         self._behind = True
 
     def refresh_started(self, key: int) -> None:
-        self.engines[key].refreshing = True
+        engine = self.engines[key]
+        engine.refreshing = True
         self._refreshing += 1
-        self._note(key)
+        self._note(key, engine)
 
     def refresh_done(self, key: int, version: int) -> None:
         self.refresh_failed(key)
@@ -244,6 +251,7 @@ class EnginePool:
         self._behind = True
 
     def refresh_failed(self, key: int) -> None:
-        self.engines[key].refreshing = False
+        engine = self.engines[key]
+        engine.refreshing = False
         self._refreshing -= 1
-        self._note(key)
+        self._note(key, engine)

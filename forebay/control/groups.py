@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from forebay.control.types import NOTHING, Prompt, Sample
 
@@ -67,11 +68,11 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """Of at least one token."""
-        return min(sample.oldest_version for sample in self.samples if sample.ids)
+        return min([span.version for sample in self.samples for span in sample.versions])
 
     @property
     def tokens(self) -> int:
-        return sum(len(sample.ids) for sample in self.samples)
+        return sum([len(sample.ids) for sample in self.samples])
 
     @property
     def making(self) -> bool:
@@ -85,8 +86,7 @@ class Group:
         return self.alike_teaches or max(self.rewards) - min(self.rewards) > REWARD_SPREAD
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(NamedTuple):
     """Decision: generate these groups on this engine."""
 
     engine: int

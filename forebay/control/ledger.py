@@ -6,7 +6,7 @@ A run that breaks it stops with `LedgerError`: it would have lost or invented a 
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from forebay.control.types import Fate, Prompt, Sample
 from forebay.errors import RunError
@@ -16,8 +16,7 @@ class LedgerError(RunError):
     """The account does not add up: a bug of ours, never the user's mistake."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """How one group ended."""
 
     group_id: int
@@ -39,14 +38,13 @@ class Entry:
     @property
     def oldest_version(self) -> int | None:
         """Oldest version that generated any of its tokens; None if nothing was generated."""
-        return min((sample.oldest_version for sample in self.samples), default=None)
+        return min([span.version for sample in self.samples for span in sample.versions], default=None)
 
     @property
     def staleness(self) -> int | None:
         """Versions between its oldest token and the version that trained it; None unless trained."""
-        if self.trained_version is None or self.oldest_version is None:
-            return None
-        return self.trained_version - self.oldest_version
+        trained, oldest = self.trained_version, self.oldest_version
+        return None if trained is None or oldest is None else trained - oldest
 
 
 class Ledger:

@@ -4,7 +4,6 @@ Invariants: a group is at exactly one stage, the stages' counts add up to the nu
 one fate, into the ledger. Too many in a row that nobody can train end the run.
 """
 
-from collections import Counter
 from collections.abc import Callable
 
 from forebay.control.groups import Group, Stage
@@ -24,7 +23,7 @@ class OpenGroups:
         self.ledger = Ledger(sink)
         self.by_id: dict[int, Group] = {}
         self._rules = rules
-        self._stages: Counter[Stage] = Counter()
+        self._stages = dict.fromkeys(Stage, 0)
         self._refills = self._fruitless = 0
 
     def count(self, stage: Stage) -> int:

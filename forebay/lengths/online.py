@@ -48,18 +48,19 @@ class LengthCorrection:
 
     def expected(self, predicted: float) -> float:
         """The mean length that a prompt with this prediction has by now."""
-        return self._capped(predicted * math.exp(self._residual(predicted)))
+        return self._capped(predicted * math.exp(self._residual(_bucket(predicted))))
 
     def observed(self, predicted: float, lengths: Sequence[int]) -> None:
         """A whole group is finished."""
-        logs = [math.log(max(length, 1)) for length in lengths]
+        logs = [math.log(length or 1) for length in lengths]
         mean = sum(logs) / len(logs)
         residual = math.log(max(sum(lengths) / len(lengths), 1.0) / max(predicted, 1.0))
-        self._between.add((residual - self._residual(predicted)) ** 2)
+        bucket = _bucket(predicted)
+        self._between.add((residual - self._residual(bucket)) ** 2)
         if len(logs) > 1:
-            self._within.add(sum((value - mean) ** 2 for value in logs) / (len(logs) - 1))
+            self._within.add(sum([(value - mean) ** 2 for value in logs]) / (len(logs) - 1))
         self._all.add(residual)
-        self._buckets.setdefault(_bucket(predicted), _Running()).add(residual)
+        self._buckets.setdefault(bucket, _Running()).add(residual)
 
     def rest(self, predicted: float, finished: Sequence[int], running: int, reached: int) -> float:
         """Mean length, in the end, of a group's `running` responses, each of which has at least `reached` tokens."""
@@ -79,10 +80,10 @@ class LengthCorrection:
         mean = math.exp(min(centre + within / 2, 50.0)) * ratio if math.isfinite(ratio) else reached * math.exp(spread)
         return self._capped(max(mean, float(reached)))
 
-    def _residual(self, predicted: float) -> float:
+    def _residual(self, bucket: int) -> float:
         """Of the bucket, drawn towards that of all groups, which is drawn towards none."""
         overall = self._all.mean * self._all.weight / (self._all.weight + PRIOR_GROUPS)
-        own = self._buckets.get(_bucket(predicted))
+        own = self._buckets.get(bucket)
         if own is None:
             return overall
         return (own.mean * own.weight + overall * PRIOR_GROUPS) / (own.weight + PRIOR_GROUPS)
