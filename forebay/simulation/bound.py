@@ -5,9 +5,9 @@
     N* = min(slots, KV capacity / ctx)   responses decoded at a time
 
 for B groups of n responses a step, G engines, prompts of p tokens (a prompt is computed once for its group). Scheduling
-moves neither term; only an engine that skips versions pauses less often than once for each. A third one holds for runs
-with a hard staleness bound in which some response in every window of versions is as long as the longest: that response
-and one step must fit into (bound + 1) versions. It is given beside, not part of the maximum.
+moves neither term; an engine that skips versions pauses less often than once for each, which a simulation tells. A
+third one holds for runs with a hard staleness bound in which some response in every window of versions is as long as
+the longest: that response and one step must fit into (bound + 1) versions. It is given beside, not part of the maximum.
 """
 
 import math
@@ -35,6 +35,8 @@ class Work:
     prompt_tokens: float
     longest: int
     """Longest response."""
+    refreshes: float | None = None
+    """Of each engine; None: one for every version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ def bound_of(scenario: Scenario, work: Work) -> Bound:
     """For this much work a step."""
     sync_every, staleness = scenario.rules.sync_every, scenario.rules.max_staleness
     train_s = _train_s(scenario.trainer, work, sync_every)
-    pause_s = scenario.engine.pause_s / sync_every
+    refreshes = 1 / sync_every if work.refreshes is None else min(work.refreshes, 1 / sync_every)
+    pause_s = scenario.engine.pause_s * refreshes
     rollout_s = _rollout_s(scenario.engine, work) / scenario.engines + pause_s
     tail_s = None
     if math.isfinite(staleness):

@@ -87,7 +87,7 @@ class Statistics:
         self._begin = _Mark(0.0, 0.0, 0.0, 0.0, 0, 0, 0)
         self._ages: Counter[int] = Counter()
         self._token_ages: Counter[int] = Counter()
-        self._groups = self._trained = 0
+        self._groups = self._trained = self._refreshes = 0
         self._lengths = self._squares = self._prompts = 0
         self._queued, self._queued_since = 0, 0.0
         self._queue_sum = self._queue_squares = 0.0
@@ -119,6 +119,10 @@ class Statistics:
         for sample in entry.samples:
             for version, start, end, _ in sample.versions:
                 tokens[trained - version] += end - start
+
+    def refreshed(self) -> None:
+        """An engine serves new weights."""
+        self._refreshes += self.steady
 
     def queued(self, now: float, groups: int) -> None:
         """The number of queued groups may have changed."""
@@ -193,6 +197,7 @@ class Statistics:
             square_length=self._squares / responses,
             prompt_tokens=self._prompts / self._groups,
             longest=int(self._scenario.workload.lengths.max()),
+            refreshes=self._refreshes / steps / self._scenario.engines,
         )
 
 

@@ -254,6 +254,7 @@ class Simulation:
 
     def _refreshed(self, index: int, swap: Swap) -> None:
         self._controller.refresh_done(index, swap.version)
+        self._statistics.refreshed()
         if self._recorder:
             record = RefreshRecord(
                 swap.version, swap.answered - swap.began, swap.tokens_recomputed, swap.tokens_discarded

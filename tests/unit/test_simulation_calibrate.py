@@ -274,6 +274,14 @@ def test_a_profile_of_few_steps_has_the_pace_of_one_that_goes_on(mode):
     assert not [line for line in assumptions(many, None) + assumptions(few, None, steps=90) if "too few" in line]
 
 
+def test_the_bound_counts_no_pause_of_a_version_that_was_skipped():
+    """More engines than the trainer needs wait for it: what binds is training, and a pause costs nobody anything."""
+    changes = ["mode=fully_async", "generation.engines=4"]
+    result = simulate(scenario_of(load_profile(PROFILES / "quickstart_cpu.yaml", changes)))
+    assert result.bound.binding == "train"
+    assert result.over_bound == pytest.approx(1, abs=0.005)
+
+
 def test_the_window_begins_after_the_first_wave():
     """However many batches that is."""
     changes = ["control.work_in_progress=17", "control.max_staleness=20", "training.steps=3"]
