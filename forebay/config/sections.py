@@ -407,6 +407,9 @@ class LaunchConfig(Config):
     host: str = "127.0.0.1"
     """Address that every server binds to."""
     pin: bool = True
-    """On CPU: give each engine and the trainer cores of their own."""
+    """On CPU: give each engine's decoding loop and the trainer cores of their own; the rest runs where there is time."""
+    pin_api_servers: bool = False
+    """On CPU: keep also each engine's API server to its engine's cores. Slower where these are few, but engine and
+    trainer no longer disturb one another."""
     trainer_cores: Natural = 0
     """Cores of the trainer; 0 shares them out by number of processes."""

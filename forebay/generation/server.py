@@ -100,7 +100,8 @@ def start_engine(
 ) -> Process:
     """Start one server; it is not healthy yet."""
     command = engine_command(config, model_dir, config.launch.host, port)
-    return spawn(log.stem, command, env=engine_environment(token, cores), log=log)
+    all_of_it = cores if config.launch.pin_api_servers else None
+    return spawn(log.stem, command, env=engine_environment(token, cores), log=log, cores=all_of_it)
 
 
 def telling_line(log_tail: str) -> str:

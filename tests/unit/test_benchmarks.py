@@ -72,6 +72,8 @@ def test_steady_steps_leave_out_both_ends(tmp_path: Path) -> None:
 def test_the_ratios_are_of_medians_over_the_rounds() -> None:
     measured = {
         "quickstart": {"sync": 1.0, "one_step_off": 0.8, "fully_async": 0.63, "generate_only": 0.6, "train_only": 0.2},
+        "own_cores": {"sync": 1.1, "fully_async": 0.7, "generate_only": 0.5, "train_only": 0.68},
+        "own_cores_retract": {"fully_async": 0.75, "generate_only": 0.5, "train_only": 0.3},
         "balanced": {"sync": 1.2, "fully_async": 0.6, "generate_only": 0.5, "train_only": 0.55},
     }
     rows = [
@@ -89,9 +91,12 @@ def test_the_ratios_are_of_medians_over_the_rounds() -> None:
     ]
     result = modes.outcome(rows)
     assert result["step_time_s"] == measured
-    assert result["fully_async_over_bound"] == pytest.approx(0.63 / 0.6)
+    assert result["fully_async_over_bound"] == pytest.approx(0.7 / 0.68)
+    assert result["fully_async_over_bound_retract"] == pytest.approx(0.75 / 0.5)
+    assert result["fully_async_over_bound_shared_cores"] == pytest.approx(0.63 / 0.6)
+    assert result["sync_over_fully_async_own_cores"] == pytest.approx(1.1 / 0.7)
     assert result["sync_over_fully_async_balanced"] == pytest.approx(2.0)
-    assert result["fully_async_over_bound_balanced"] == pytest.approx(0.6 / 0.55)
+    assert result["generate_over_train_balanced"] == pytest.approx(0.5 / 0.55)
     assert result["fully_async_over_work"] == pytest.approx(0.63 / 0.5)
 
 
