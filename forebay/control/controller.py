@@ -339,7 +339,9 @@ class Controller:
         if step != self.steps_trained + 1:
             raise RunError(f"control: the trainer asks for step {step}, but step {self.steps_trained + 1} is next")
         forming = self._queue.form(step, self.trainer_version)
-        for group in self._queue.pop_stale(forming.version, self.rules.staleness_bound):
+        stale = tuple(self._queue.pop_stale(forming.version, self.rules.staleness_bound))
+        self.credits.went_stale(len(stale))
+        for group in stale:
             if self.rules.stale == "retry":
                 self._requeue(group, ())
                 continue

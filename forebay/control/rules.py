@@ -13,9 +13,14 @@ FULL = 0.975
 """Engines with this share of their slots taken have nothing to gain from more groups."""
 MOST_RAISED, RAISED_PER_SHARE, LOWERED = 0.15, 2.0, 0.02
 """Batches by which automatic credits change in a step: up by twice the share waited, since starving costs throughput
-now, down slowly, since work in progress costs only age."""
+now, down slowly, since work in progress costs only age; but down by as many groups as went stale."""
+NOTICEABLE = 0.01
+"""With more than this share of the batches' groups gone stale of late, credits do not rise: what more groups win in
+free slots they lose in work that is thrown away."""
 MEMORY = 0.75
-"""Weight of the past in the running means of waiting and of slots taken."""
+"""Weight of the past in the running means of waiting, of slots taken and of groups gone stale."""
+SAFE = 0.5
+"""Automatic credits begin with at most this share of the groups that the staleness bound admits."""
 LONGEST_OVER_MEAN = 1.5
 """Expected longest length of a group over the mean length, for groups of about eight."""
 
@@ -122,7 +127,9 @@ class Credits:
 
     Automatic credits start near the analytic value (the scheduling study): with all slots of the engines at work there
     are slots / group_size groups begun, about `LONGEST_OVER_MEAN` times as many open (a group is open until its longest
-    response ends), and with them a quarter of a batch in a trainer that takes groups as they come, or a whole one.
+    response ends), and with them a quarter of a batch in a trainer that takes groups as they come, or a whole one. But
+    no more than `SAFE` of what the staleness bound admits: the last groups of a batch are about twice as old as the
+    mean, and with more of them the last ones go stale.
     """
 
     def __init__(self, rules: Rules, streaming: bool = False) -> None:
@@ -135,6 +142,7 @@ class Credits:
         self._begun = False
         self._waited: float | None = None
         self._filled = 1.0
+        self._stale, self._stale_now = 0.0, 0.0  # groups over those of a batch: running mean, in this step
         self.batches = self._least if rules.work_in_progress is None else rules.work_in_progress
 
     @property
@@ -153,11 +161,16 @@ class Credits:
         if self._automatic and not self._begun:
             rules = self._rules
             capacity = count * rules.max_concurrent_samples / (rules.batch_groups * rules.group_size)
-            self.batches = self._within(LONGEST_OVER_MEAN * capacity + self._trainer)
+            self.batches = self._within(min(LONGEST_OVER_MEAN * capacity + self._trainer, SAFE * self._most))
 
     def filled(self, share: float) -> None:
         """A group is finished; until now this share (0..1) of all slots was taken."""
         self._filled += (1 - MEMORY) / self._rules.batch_groups * (share - self._filled)
+
+    def went_stale(self, groups: int) -> None:
+        """So many groups were too old when their turn came. Over-sampling means the surplus to."""
+        if self._rules.over_sampling == 1:
+            self._stale_now += groups / self._rules.batch_groups
 
     def step(self, waited_share: float) -> None:
         """A step is over: the trainer waited for this share of it. Of the first one it waited for a cold start."""
@@ -166,7 +179,11 @@ class Credits:
             return
         self._waited = waited_share if self._waited is None else MEMORY * self._waited + (1 - MEMORY) * waited_share
         starved = self._waited - STARVED_SHARE
-        if starved > 0 and self._filled < FULL:
+        stale, self._stale_now = self._stale_now, 0.0
+        self._stale = MEMORY * self._stale + (1 - MEMORY) * stale
+        if stale:
+            self.batches = self._within(self.batches - stale)
+        elif starved > 0 and self._filled < FULL and self._stale < NOTICEABLE:
             self.batches = self._within(self.batches + min(MOST_RAISED, RAISED_PER_SHARE * starved))
         else:
             self.batches = self._within(self.batches - LOWERED)

@@ -483,6 +483,32 @@ def test_automatic_credits_rise_when_the_trainer_starves_and_fall_when_stock_is_
     assert credits.batches == 9.0  # never beyond what the staleness bound admits
 
 
+def test_automatic_credits_fall_by_what_goes_stale_and_rise_no_more_for_a_while():
+    credits = Controller(make_rules(max_staleness=8, work_in_progress=None), prompts(), lambda entry: None).credits
+    credits.step(1.0)
+    credits.batches = 5.0
+    for _ in range(64):
+        credits.filled(0.5)
+    credits.went_stale(1)
+    credits.went_stale(2)
+    credits.step(0.5)  # starved, slots are empty; but 3 groups of batches of 4 were made for nothing
+    assert credits.batches == pytest.approx(5 - 3 / 4)
+    falling = [credits.step(0.5) or credits.batches for _ in range(20)]
+    turn = falling.index(min(falling))
+    assert falling[: turn + 1] == pytest.approx([5 - 3 / 4 - 0.02 * (i + 1) for i in range(turn + 1)])
+    assert 5 <= turn <= 15 and falling[-1] > falling[turn] + 0.15
+
+
+def test_over_sampled_groups_go_stale_on_purpose():
+    rules = make_rules(max_staleness=8, work_in_progress=None, over_sampling=1.5)
+    credits = Controller(rules, prompts(), lambda entry: None).credits
+    credits.step(1.0)
+    before = credits.batches
+    credits.went_stale(4)
+    credits.step(0.0)
+    assert credits.batches == pytest.approx(max(before - 0.02, 1.0))
+
+
 def test_groups_that_a_streaming_trainer_has_accumulated_cost_no_credit():
     """Their work is done; the staleness rule counts them still."""
 
