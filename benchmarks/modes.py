@@ -14,10 +14,10 @@ Settings, each with bounds of its own:
 - *own_cores*: engine (with its API server) and trainer each on cores of their own (`OWN_CORES`), refreshed in place:
   what the project promises to keep near the bound. *own_cores_retract*: the same with the profile's own refresh, whose
   recomputed caches are not in the bound.
-- *balanced*: both loads are about equal, where overlap pays most: the quickstart is bound by generation, so the trainer
-  gets small micro-batches (`BALANCED`), which cost it more time for the same result. `generate_over_train_balanced`
-  says how near to 1 that is; `--balance` tries something else (settings of generation, control and training only: the
-  data are shared).
+- *balanced*: as *own_cores*, with loads that are about equal, where overlap pays most: the quickstart is bound by
+  generation, so the trainer gets small micro-batches and keeps no activations (`BALANCED`), which costs it more time
+  for the same result. `generate_over_train_balanced` says how near to 1 that is; `--balance` tries something else
+  (settings of generation, control and training only: the data are shared).
 
 Step times are means over the steady steps (the first and last `EDGE` are left out: filling, draining), of wall time
 from one step's end to the next one's. Generation gets longer or shorter as the policy learns, so *generate only* is
@@ -48,8 +48,8 @@ from forebay.telemetry.metrics import read_metrics
 from forebay.train import train
 
 MODES = ("sync", "one_step_off", "fully_async")
-OWN_CORES = ("launch.pin_api_servers=true",)
-BALANCED = ("training.micro_batch_tokens=256",)
+OWN_CORES = ("launch.pin_api_servers=true", "control.refresh=in_place")
+BALANCED = ("training.micro_batch_tokens=256", "training.activation_checkpointing=true")
 EDGE = 3
 """Steps left out at either end."""
 
@@ -73,11 +73,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 2 * EDGE + 2:
         parser.error(f"--steps must be {2 * EDGE + 2} or more: the first and last {EDGE} are left out")
+    own_cores = (*args.set, *OWN_CORES)
     settings = [
         Setting("quickstart", MODES, tuple(args.set)),
-        Setting("own_cores", ("sync", "fully_async"), (*args.set, *OWN_CORES, "control.refresh=in_place")),
-        Setting("own_cores_retract", ("fully_async",), (*args.set, *OWN_CORES, "control.refresh=retract")),
-        Setting("balanced", ("sync", "fully_async"), (*args.set, *(args.balance or BALANCED))),
+        Setting("own_cores", ("sync", "fully_async"), own_cores),
+        Setting("own_cores_retract", ("fully_async",), (*own_cores, "control.refresh=retract")),
+        Setting("balanced", ("sync", "fully_async"), (*own_cores, *(args.balance or BALANCED))),
     ]
     with tempfile.TemporaryDirectory() as folder:
         rows = compare(args.profile, settings, args.steps, args.rounds, Path(folder))
