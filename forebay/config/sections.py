@@ -407,7 +407,7 @@ class LaunchConfig(Config):
     host: str = "127.0.0.1"
     """Address that every server binds to."""
     pin: bool = True
-    """On CPU: give each engine's decoding loop and the trainer cores of their own; the rest runs where there is time."""
+    """On CPU: give each engine's decoding loop and the trainer cores of their own; the rest runs where it may."""
     pin_api_servers: bool = False
     """On CPU: keep also each engine's API server to its engine's cores. Slower where these are few, but engine and
     trainer no longer disturb one another."""

@@ -54,7 +54,10 @@ def test_a_resolved_profile_loads_as_itself() -> None:
     [
         ("training:\n  step: 5\n", "p.yaml: training.step: unknown key; did you mean steps?"),
         ("trainer: {}\n", "p.yaml: trainer: unknown key; did you mean training?"),
-        ("launch:\n  zzz: 5\n", "p.yaml: launch.zzz: unknown key; known here: host, pin, pin_api_servers, trainer_cores"),
+        (
+            "launch:\n  zzz: 5\n",
+            "p.yaml: launch.zzz: unknown key; known here: host, pin, pin_api_servers, trainer_cores",
+        ),
         ("model:\n  warm_start:\n    step: 1\n", "p.yaml: model.warm_start.step: unknown key; did you mean steps?"),
         ("training:\n  steps: 0\n", "p.yaml: training.steps: input should be greater than 0 (got 0)"),
         ("training: 5\n", "p.yaml: training: is a section: write keys under it, or leave it out (got 5)"),

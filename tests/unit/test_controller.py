@@ -496,7 +496,8 @@ def test_automatic_credits_fall_by_what_goes_stale_and_rise_no_more_for_a_while(
     falling = [credits.step(0.5) or credits.batches for _ in range(20)]
     turn = falling.index(min(falling))
     assert falling[: turn + 1] == pytest.approx([5 - 3 / 4 - 0.02 * (i + 1) for i in range(turn + 1)])
-    assert 5 <= turn <= 15 and falling[-1] > falling[turn] + 0.15
+    assert 5 <= turn <= 15
+    assert falling[-1] > falling[turn] + 0.15
 
 
 def test_over_sampled_groups_go_stale_on_purpose():
