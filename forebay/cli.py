@@ -356,6 +356,7 @@ def summary_rows(summary: Mapping[str, Any], storage_uri: str) -> list[tuple[str
         ("p-value", "-" if evaluation.get("p_value") is None else f"{evaluation['p_value']:.2g}"),
         ("step time", f"{_number(summary.get('step_time_s'), 's', 2)} median"),
         ("waiting for data", "-" if summary.get("train_wait_ratio") is None else f"{summary['train_wait_ratio']:.0%}"),
+        ("engines idle", _idle_text(summary.get("engines") or {})),
         ("tokens", f"{_number(summary.get('tokens_per_s'))}/s"),
         (
             "staleness",
@@ -381,6 +382,15 @@ def _refresh_text(refresh: Mapping[str, Any]) -> str:
         f"{_number(refresh.get('tokens_recomputed'))} recomputed, {_number(refresh.get('tokens_discarded'))} discarded"
     )
     return f"{refresh['count']} x {refresh['mode']}{paused}; tokens: {tokens}"
+
+
+def _idle_text(engines: Mapping[str, Any]) -> str:
+    """Of several engines also each one's share."""
+    shares = [engine["idle_ratio"] for engine in engines.get("each") or ()]
+    if engines.get("idle_ratio") is None or None in shares:
+        return "-"
+    each = f" ({', '.join(f'{share:.0%}' for share in shares)})" if len(shares) > 1 else ""
+    return f"{engines['idle_ratio']:.0%}{each}"
 
 
 def _restarts_text(summary: Mapping[str, Any]) -> str:

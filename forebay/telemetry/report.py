@@ -111,6 +111,7 @@ def _key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("wall time", _number(summary.get("wall_s"), 0, " s")),
         ("median step time", _number(summary.get("step_time_s"), 2, " s")),
         ("share of step time waiting for data", _percent(summary.get("train_wait_ratio"))),
+        ("share of time that engines were idle", _percent(_part(summary, "engines").get("idle_ratio"))),
         ("response tokens per second", _number(summary.get("tokens_per_s"), 0)),
         ("staleness, mean / 95% / largest / bound", _joined(staleness, ("mean", "p95", "max", "bound"))),
         ("staleness of a token, mean", _number(_part(staleness, "tokens").get("mean"), 2)),

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from forebay.errors import ForebayError
 from forebay.run import RunContext
 from forebay.scheduling.quality import true_variation
+from forebay.telemetry.engines import engine_accounts, idle_ratio
+from forebay.telemetry.metrics import read_metrics
 
 if TYPE_CHECKING:
     from forebay.control.recorder import Ages
@@ -82,7 +84,7 @@ def build_summary(
         "train_wait_ratio": _finite(wait_s / step_s) if step_s > 0 else None,
         "staleness": _staleness(trained),
         "refresh": _refresh(run, trained),
-        "engines": {"restarts": trained.engine_restarts},
+        "engines": _engines(run, trained),
         "trainer": {"restarts": trained.trainer_restarts},
         "learning": trained.learning,
         "fates": {str(fate): count for fate, count in trained.fates.items()},
@@ -131,6 +133,12 @@ def _refresh(run: RunContext, trained: "TrainResult") -> dict[str, Any]:
         "tokens_recomputed": trained.tokens_recomputed,
         "tokens_discarded": trained.tokens_discarded,
     }
+
+
+def _engines(run: RunContext, trained: "TrainResult") -> dict[str, Any]:
+    """`idle_ratio`: the mean of the engines', each of which is in `each` with its refreshes."""
+    accounts = engine_accounts(read_metrics(run.metrics))
+    return {"restarts": trained.engine_restarts, "idle_ratio": _finite(idle_ratio(accounts)), "each": accounts}
 
 
 def _schedule(run: RunContext, schedule: "ScheduleResult") -> dict[str, Any]:

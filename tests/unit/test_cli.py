@@ -35,7 +35,7 @@ SUMMARY: dict[str, Any] = {
         "tokens_recomputed": 1500,
         "tokens_discarded": 0,
     },
-    "engines": {"restarts": 1},
+    "engines": {"restarts": 1, "idle_ratio": 0.25, "each": [{"idle_ratio": 0.5}, {"idle_ratio": 0.0}]},
     "trainer": {"restarts": 0},
     "fates": {"trained": 940, "filtered": 20},
 }
@@ -74,6 +74,7 @@ def test_run_hands_the_overridden_profile_on_and_shows_the_summary(pipeline: lis
     for shown in ("0.352 -> 0.781 on 512", "1.2e-30", "1.23 s median", "26%", "95% 2, max 2, bound", "940 trained"):
         assert shown in words
     assert "60 x in_place, pause 12 ms (1.0% of a step); tokens: 1,500 recomputed, 0 discarded" in words
+    assert "engines idle 25% (50%, 0%)" in words
     assert "engines 1, trainer 0" in words
     assert "runs/demo-1/report.png" in words
 
@@ -82,7 +83,7 @@ def test_what_a_run_did_not_measure_is_a_dash() -> None:
     bare: dict[str, Any] = dict.fromkeys(SUMMARY) | {"run_id": "r", "status": "failed", "mode": "sync"}
     rows = dict(cli.summary_rows(bare, "s3://bucket/prefix/"))
     assert rows["p-value"] == rows["waiting for data"] == rows["groups"] == rows["weight refresh"] == "-"
-    assert rows["restarts"] == "-"
+    assert rows["restarts"] == rows["engines idle"] == "-"
     assert rows["accuracy"] == "- -> - on - held-out prompts"
     assert rows["summary"] == "s3://bucket/prefix/r/summary.json"
 
