@@ -247,7 +247,8 @@ class ControlConfig(Config):
     """Most versions between the oldest token of a group and the version that trains it (`fully_async`)."""
     work_in_progress: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Groups generated, queued or in training at a time, in batches (`fully_async`); sets the mean staleness. `auto`
-    starts near the analytic value, rises while the trainer starves and the credits bind, falls while stock is high."""
+    starts near the analytic value, rises while the trainer starves and the credits bind, falls while stock is high or
+    groups go stale."""
     queue: QueueConfig = QueueConfig()
     """Watermarks of the Training Queue."""
     first_wave_s: Annotated[float, Field(ge=0)] = 0.0
