@@ -4,7 +4,8 @@ A verifier is `function(response: str, answer, prompt: str) -> float | Judgement
 first parameter is named `responses`, it gets all responses to one prompt at once, in a list, and returns a list. A
 parameter named `tokens` gets the response's length in tokens (a list of them if `responses`); such a verifier judges
 length and is asked about responses that were cut off, too. All other parameters are options (`reward.options`) and need
-a default or a value there.
+a default or a value there. The three are given by place, under any names but those that say another place: a function
+written for another library must not be judged by its answer instead of the response.
 """
 
 import importlib
@@ -27,6 +28,12 @@ BUILT_IN = {
 }  # fmt: skip
 
 _GIVEN = ("answer", "prompt")
+_PLACES = {
+    "response": 0, "responses": 0, "answer": 1, "prompt": 2,
+    "solution_str": 0, "ground_truth": 1, "data_source": None,  # verl's
+    "completion": 0, "completions": 0, "prompts": None,  # TRL's
+}  # fmt: skip
+"""Names that say what a parameter is -> where it belongs; None: nowhere."""
 _SIGNATURE = (
     "it must take (response, answer, prompt), or (responses, answer, prompt) for all responses to a prompt at once"
 )
@@ -79,6 +86,13 @@ def _checked(name: str, function: Callable[..., Any], options: dict[str, Any]) -
         known = [parameter for parameter in signature.parameters if parameter not in (first, *_GIVEN, "tokens")]
         there = f"; its options are {', '.join(known)}" if known else ""
         raise UserError(f"reward {name}: {_SIGNATURE}, and its options by name ({error}){there}") from None
+    for place, parameter in enumerate(list(signature.parameters)[:3]):
+        if _PLACES.get(parameter, place) != place:
+            raise UserError(
+                f"reward {name}: its parameter {place + 1} is {parameter}, but what it gets there is the "
+                f"{('response', *_GIVEN)[place]}: put (response, answer, prompt) in this order, by a function of your "
+                "own around it if it is another library's"
+            )
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - not whether it can be called: whether that is `async def`
     )

@@ -11,6 +11,14 @@ from typing import Any
 from forebay.rewards import Judgement
 
 
+def verl(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    return float(solution_str == ground_truth)
+
+
+def trl(prompts: list[str], completions: list[str], answer: list[Any]) -> list[float]:
+    return [1.0] * len(completions)
+
+
 def length(response: str, answer: Any, prompt: str) -> float:
     return float(len(response) + answer["plus"] + len(prompt))
 

@@ -1,6 +1,7 @@
 """Loading, composing and counting of verifiers; what the pool does with them is in test_reward_pool.py."""
 
 import asyncio
+import itertools
 import math
 import warnings
 from collections import Counter
@@ -16,6 +17,7 @@ from forebay.rewards import BUILT_IN, Judgement, load_verifier
 from forebay.rewards.composition import Composition, Group, Response, judge_group, may_name
 from forebay.rewards.judgement import judgement_of
 from forebay.rewards.tally import AllFailed, AllScoresEqual, AllTimedOut, Tally
+from tests.unit import reward_functions
 
 MODULE = "tests.unit.reward_functions"
 
@@ -37,6 +39,8 @@ def judged(reward: RewardConfig, text: str, answer: Any, **response: Any) -> Jud
         (f"{MODULE}:missing", {}, "has no function missing"),
         (f"{MODULE}:not_a_function", {}, "has no function not_a_function"),
         (f"{MODULE}:two", {}, "must take .response, answer, prompt."),
+        (f"{MODULE}:verl", {}, "its parameter 1 is data_source, but what it gets there is the response: put .response"),
+        (f"{MODULE}:trl", {}, "its parameter 1 is prompts, but"),
         ("math", {"toleranz": 1}, "got an unexpected keyword argument 'toleranz'.*its options are unevaluated"),
         ("overlong", {"tokens": 1}, "reward.options.overlong: tokens is given with each response"),
         (f"{MODULE}:with_options", {}, "missing a required argument: 'limit'.*its options are limit, unit"),
@@ -46,6 +50,28 @@ def test_names_signatures_and_options_are_checked_at_load(name: str, options: di
     with pytest.raises(UserError, match=words) as caught:
         load_verifier(name, options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("order", itertools.permutations(["response", "answer", "prompt"]), ids=" ".join)
+@pytest.mark.parametrize("batch", ["", "s"])
+def test_the_names_of_what_it_gets_stand_in_their_places(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...], batch: str
+) -> None:
+    parameters = ", ".join(order).replace("response", "response" + batch)
+    monkeypatch.setattr(reward_functions, "mine", eval(f"lambda {parameters}: 1.0"), raising=False)
+    if order == ("response", "answer", "prompt"):
+        assert load_verifier(f"{MODULE}:mine").batch is bool(batch)
+        return
+    with pytest.raises(UserError, match=r"^reward .*:mine: its parameter \d is .* in this order"):
+        load_verifier(f"{MODULE}:mine")
+
+
+def test_other_names_and_options_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(text: str, truth: Any, question: str, /, *, data_source: int = 3) -> float:
+        return float(data_source)
+
+    monkeypatch.setattr(reward_functions, "mine", mine, raising=False)
+    assert load_verifier(f"{MODULE}:mine", {"data_source": 5}).function("r", "a", "p") == 5.0
 
 
 def test_what_the_signature_says() -> None:
