@@ -45,4 +45,4 @@ def unguarded() -> UserError:
 def _main_script() -> Path | None:
     """The file that such a process runs again, if any: none for `python -c` and in notebooks."""
     file = getattr(sys.modules["__main__"], "__file__", None)
-    return Path(file) if file and file.endswith(".py") else None
+    return Path(file) if file else None

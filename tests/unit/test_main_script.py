@@ -30,15 +30,15 @@ from forebay.rewards.pool import RewardPool
 FORGOTTEN = 'if "not": # __main__'
 
 
-def ends(folder: Path, script: str) -> tuple[int, str, str]:
+def ends(folder: Path, script: str, name: str = "main.py") -> tuple[int, str, str]:
     """(exit code, stdout, last line of stderr) of a script, which must be quick."""
     (folder / "profile.yaml").write_text("storage: {scratch: here}\n")
     make_tokenizer(["a1", "b1"]).save(str(folder / "tokenizer.json"))
-    (folder / "main.py").write_text(script)
+    (folder / name).write_text(script)
     began = time.monotonic()
     root = Path(__file__).resolve().parents[2]
     answer = subprocess.run(
-        [sys.executable, "main.py"],
+        [sys.executable, name],
         cwd=folder,
         env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -49,11 +49,12 @@ def ends(folder: Path, script: str) -> tuple[int, str, str]:
     return answer.returncode, answer.stdout, (answer.stderr.splitlines() or [""])[-1]
 
 
-def test_a_pipeline_in_an_unguarded_script_does_not_start(tmp_path: Path) -> None:
-    code, _, line = ends(tmp_path, PIPELINE)
+@pytest.mark.parametrize("name", ["main.py", "main"])
+def test_a_pipeline_in_an_unguarded_script_does_not_start(tmp_path: Path, name: str) -> None:
+    code, _, line = ends(tmp_path, PIPELINE, name)
     assert code == 1
-    assert line == (
-        f"forebay.errors.UserError: {tmp_path}/main.py: every process that Forebay starts for rewards and data would "
+    assert line.replace(f" {name}:", f" {tmp_path}/{name}:") == (
+        f"forebay.errors.UserError: {tmp_path}/{name}: every process that Forebay starts for rewards and data would "
         'run this script again: put what it does under `if __name__ == "__main__":`'
     )
     assert not (tmp_path / "here").exists(), "nothing was begun"
