@@ -1,7 +1,7 @@
 """What a newcomer wants to know of a file: what is in it, what Forebay would do with it, what to put right.
 
 Invariants:
-- Looks at no more than `ROWS` rows and `BYTES` bytes of the first part, whatever the source's size; says so.
+- Looks at no more than `ROWS` rows and `BYTES` bytes, of the first files, whatever the source's size; says so.
 - A source that cannot be read at all is one line (`UserError`); bad rows are one line for each kind of reason.
 - Images are looked at, and kept nowhere.
 """
@@ -25,7 +25,7 @@ from forebay.data.layouts import NAMES, layout_of
 from forebay.data.leaks import likeness
 from forebay.data.read import checked
 from forebay.data.schema import BadRow, Draft
-from forebay.data.sources import Part, Unreadable, parts_of
+from forebay.data.sources import Part, Record, Unreadable, parts_of
 from forebay.errors import DataError
 
 ROWS = 20_000
@@ -83,43 +83,51 @@ def inspect(source: str, config: RunConfig, cache: Path) -> list[tuple[str, str]
     """(name, value) lines. Raises `UserError` if the source cannot be read."""
     data = config.data.model_copy(update={"source": source})
     parts = parts_of(source, data.hub_split, config, cache)
-    found = _look(parts[0], config)
-    found.whole = found.whole and len(parts) == 1
+    found = _look(parts, config)
     return [
         ("source", _described(parts)),
         ("looked at", f"{counted(found.read, 'row')}" + ("" if found.whole else ": the first ones")),
         *_columns(found),
         *_outcome(found),
-        *_advice(found),
+        *_advice(found, named=len(parts) > 1),
     ]
 
 
-def _look(part: Part, config: RunConfig) -> Findings:
-    found, answers = Findings(), dict[int, str]()
-    for block in part.blocks():
-        for number, record in block.records():
-            found.read += 1
-            if not isinstance(record, Unreadable):
-                _note(record, found, config)
-            item = checked(number, record, part.name, config.data, _Looker())
-            if isinstance(item, BadRow):
-                key = re.sub(r"\d+", "N", item.reason)
-                count, first = found.reasons.get(key, (0, item))
-                found.reasons[key] = count + 1, first
-                continue
-            key_, answer = likeness(item.messages, item.images), item.answer
-            earlier = answers.setdefault(key_, answer)
-            if earlier is not answer:
-                found.repeated += earlier == answer
-                found.contradictory += earlier != answer
-                continue
-            found.good += 1
-            found.images += bool(item.images)
-            found.example = found.example or item
-        if found.read >= ROWS or (part.file is not None and block.end >= BYTES):
-            found.whole = block.end >= part.size
-            break
+def _look(parts: list[Part], config: RunConfig) -> Findings:
+    found, answers, before = Findings(), dict[int, str](), 0
+    for part in parts:
+        for block in part.blocks():
+            for number, record in block.records():
+                _look_at(number, record, part, found, answers, config)
+            if found.read >= ROWS or (part.file is not None and before + block.end >= BYTES):
+                found.whole = part is parts[-1] and block.end >= part.size
+                return found
+        before += part.size
     return found
+
+
+def _look_at(
+    number: int, record: Record, part: Part, found: Findings, answers: dict[int, str], config: RunConfig
+) -> None:
+    """One row. `answers`: by likeness, of the prompts before it."""
+    found.read += 1
+    if not isinstance(record, Unreadable):
+        _note(record, found, config)
+    item = checked(number, record, part.name, config.data, _Looker())
+    if isinstance(item, BadRow):
+        key = re.sub(r"\d+", "N", item.reason)
+        count, first = found.reasons.get(key, (0, item))
+        found.reasons[key] = count + 1, first
+        return
+    like = likeness(item.messages, item.images)
+    if like in answers:
+        found.repeated += answers[like] == item.answer
+        found.contradictory += answers[like] != item.answer
+        return
+    answers[like] = item.answer
+    found.good += 1
+    found.images += bool(item.images)
+    found.example = found.example or item
 
 
 def _note(record: Mapping[str, Any], found: Findings, config: RunConfig) -> None:
@@ -178,10 +186,12 @@ def _outcome(found: Findings) -> list[tuple[str, str]]:
     return lines
 
 
-def _advice(found: Findings) -> list[tuple[str, str]]:
+def _advice(found: Findings, named: bool) -> list[tuple[str, str]]:
+    """`named`: rows with their file."""
     advice = []
     for count, first in sorted(found.reasons.values(), key=lambda one: -one[0])[:10]:
-        advice.append(f"{counted(count, 'row')}: {first.reason} (row {first.row}: {first.content[:60]!r})")
+        where = f"{first.source} row" if named else "row"
+        advice.append(f"{counted(count, 'row')}: {first.reason} ({where} {first.row}: {first.content[:60]!r})")
     if len(found.reasons) > 10:
         advice.append(f"{len(found.reasons) - 10} more kinds of bad rows: see quarantine.parquet after `data prepare`")
     if found.contradictory:

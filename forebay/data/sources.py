@@ -131,6 +131,8 @@ def parts_of(source: str, split: str, config: RunConfig, cache: Path) -> list[Pa
         return _fetched(source, split, config, cache)
     if source.startswith("builtin:"):
         raise UserError(f"data.source: {source}: no file: `forebay data prepare` draws the tasks of a profile")
+    if not source:
+        raise UserError("data.source: is empty: name a file, a folder (`.` is this one) or a data set of the hub")
     path = Path(source)
     if path.is_dir():
         found = (file for file in path.rglob("*") if file.is_file())

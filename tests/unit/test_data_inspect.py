@@ -172,6 +172,7 @@ def test_files_of_no_use_are_told_in_one_line(
         ("data/mine", "data.source: data/mine: no such file or folder"),
         ("./mine", "data.source: ./mine: no such file or folder"),
         ("a/b/c", "data.source: a/b/c: no such file or folder"),
+        ("", "data.source: is empty: name a file"),
         ("s3://", "data.source: s3://: write s3://BUCKET/PREFIX"),
         ("s3://x.jsonl", "data.source: s3://x.jsonl: write s3://BUCKET/PREFIX"),
         ("builtin:maze", "`forebay data prepare` draws the tasks"),
@@ -220,12 +221,26 @@ def test_a_truncated_parquet_file(tmp_path: Path) -> None:
     assert f"forebay: data.source: {source}: cannot be read (" in told(source, 2)
 
 
-def test_a_folder_says_how_many_files(tmp_path: Path) -> None:
+def test_a_folder_says_how_many_files_and_is_looked_at_beyond_the_first(tmp_path: Path) -> None:
     for n in range(3):
-        json_lines(tmp_path / f"train-{n}.jsonl", [{"prompt": f"{n}", "answer": "1"}])
+        json_lines(tmp_path / f"train-{n}.jsonl", [{"prompt": f"{n}", "answer": "1"}, {"prompt": "x", "answer": "1"}])
+    json_lines(tmp_path / "train-3.jsonl", [{"prompt": "y"}])
     text = told(tmp_path)
-    assert f"source 3 files, the first is {tmp_path}/train-0.jsonl: jsonl," in text
-    assert "looked at 1 row: the first ones" in text
+    assert f"source 4 files, the first is {tmp_path}/train-0.jsonl: jsonl," in text
+    assert "looked at 7 rows columns" in text
+    assert "would take 4 rows would leave out 2 repeated, 1 bad" in text
+    assert f"; set data.columns.answer) ({tmp_path}/train-3.jsonl row 1: " in text
+    (tmp_path / "train-4.parquet").write_bytes(b"PAR1")
+    assert f"data.source: {tmp_path}/train-4.parquet: cannot be read (" in told(tmp_path, 2)
+
+
+@pytest.mark.parametrize("first", [ROWS - 1, ROWS])
+def test_the_first_rows_of_a_folder_are_all_only_if_they_are(tmp_path: Path, first: int) -> None:
+    for name, rows in (("a", first), ("b", 1), ("c", 1)):
+        json_lines(tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {n}", "answer": "1"} for n in range(rows)])
+    assert f"looked at {ROWS:,} rows: the first ones" in told(tmp_path)
+    (tmp_path / "c.jsonl").unlink()
+    assert (f"looked at {ROWS:,} rows: the first ones" in told(tmp_path)) is (first == ROWS)
 
 
 def test_no_more_than_the_first_rows_are_looked_at(tmp_path: Path) -> None:
