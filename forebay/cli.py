@@ -161,7 +161,7 @@ def simulate(
             help="Take costs and response lengths from this run (id or folder), and compare with it.",
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Instead of training.steps.", min=3)] = None,
+    steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Instead of training.steps.")] = None,
     set_: SetOption = None,
 ) -> None:
     """Play a profile on virtual engines and a virtual trainer, with the real control code. Starts nothing."""

@@ -84,7 +84,8 @@ def located(run: str, storage: StorageConfig) -> Iterator[Path]:
     if given.name != run or store.read_json(f"{run}/MANIFEST.json") is None:
         raise UserError(
             f"{run}: no such folder, no such run under {Path(storage.scratch) / 'runs'}, and none published in "
-            f"{storage.uri}: name a run's folder or id, or --profile PROFILE to look where that one stores its runs"
+            f"{storage.uri}: name a run's folder, or its id and the profile that says where it is "
+            "stored (ledger: --profile PROFILE)"
         )
     with TemporaryDirectory() as temporary:
         yield store.fetch_file(run, FILE, Path(temporary))

@@ -354,6 +354,7 @@ def test_simulate_compares_with_the_run_it_is_calibrated_from(tmp_path):
         (["--calibrate", "nowhere"], "no such folder"),
         (["--set", "generation.max_num_seqs=0"], "generation.max_num_seqs"),
         (["--set", "data.train_prompts=3"], "data.train_prompts"),
+        *((["--steps", steps], f"simulation: {steps} steps are too few for a steady pace") for steps in (-1, 0, 1, 11)),
     ],
 )
 def test_simulate_refuses_bad_input_in_one_line(arguments, says, tmp_path, monkeypatch):
