@@ -168,9 +168,8 @@ class Credits:
         self._filled += (1 - MEMORY) / self._rules.batch_groups * (share - self._filled)
 
     def went_stale(self, groups: int) -> None:
-        """So many groups were too old when their turn came. Over-sampling means the surplus to."""
-        if self._rules.over_sampling == 1:
-            self._stale_now += groups / self._rules.batch_groups
+        """So many groups were too old when their turn came."""
+        self._stale_now += groups / self._rules.batch_groups
 
     def step(self, waited_share: float) -> None:
         """A step is over: the trainer waited for this share of it. Of the first one it waited for a cold start."""

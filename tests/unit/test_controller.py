@@ -500,16 +500,6 @@ def test_automatic_credits_fall_by_what_goes_stale_and_rise_no_more_for_a_while(
     assert falling[-1] > falling[turn] + 0.15
 
 
-def test_over_sampled_groups_go_stale_on_purpose():
-    rules = make_rules(max_staleness=8, work_in_progress=None, over_sampling=1.5)
-    credits = Controller(rules, prompts(), lambda entry: None).credits
-    credits.step(1.0)
-    before = credits.batches
-    credits.went_stale(4)
-    credits.step(0.0)
-    assert credits.batches == pytest.approx(max(before - 0.02, 1.0))
-
-
 def test_groups_that_a_streaming_trainer_has_accumulated_cost_no_credit():
     """Their work is done; the staleness rule counts them still."""
 

@@ -52,7 +52,7 @@ def test_names_signatures_and_options_are_checked_at_load(name: str, options: di
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("order", itertools.permutations(["response", "answer", "prompt"]), ids=" ".join)
+@pytest.mark.parametrize("order", list(itertools.permutations(["response", "answer", "prompt"])), ids=" ".join)
 @pytest.mark.parametrize("batch", ["", "s"])
 def test_the_names_of_what_it_gets_stand_in_their_places(
     monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...], batch: str
