@@ -55,8 +55,10 @@ class Template:
         """In order: the row of each draft, or why it cannot be one."""
         texts = [self._render(draft) for draft in drafts]
         rendered = [text for text in texts if isinstance(text, str)]
-        # The template has written the special tokens, so the tokenizer must not add its own.
-        encoded = iter(self._tokenizer(rendered, add_special_tokens=False)["input_ids"] if rendered else [])
+        # The template has written the special tokens, so the tokenizer must not add its own. Nor may it warn of prompts
+        # beyond its model's limit, which are told as bad rows.
+        options = dict(add_special_tokens=False, verbose=False)
+        encoded = iter(self._tokenizer(rendered, **options)["input_ids"] if rendered else [])
         return [
             self._row(draft, next(encoded)) if isinstance(text, str) else text
             for draft, text in zip(drafts, texts, strict=True)

@@ -18,6 +18,7 @@ import numpy as np
 
 from forebay.config import LengthsConfig, RunConfig
 from forebay.control.types import NOTHING, EngineFailure, RequestRefused, Sample
+from forebay.data.counted import counted
 from forebay.errors import RunError, UserError
 from forebay.generation.client import VllmEngine
 from forebay.generation.fleet import Fleet
@@ -100,7 +101,8 @@ def needed(means: Vector, target_error: float) -> int:
 async def _measure(run: RunContext, prompts: Prompts, greedy: Greedy) -> Profile:
     config = run.config
     if len(prompts) < LEAST:
-        raise UserError(f"lengths: the training split has {len(prompts)} prompts, {LEAST} are needed: give more data")
+        has = counted(len(prompts), "prompt")
+        raise UserError(f"lengths: the training split has {has}, {LEAST} are needed: give more data")
     order = sample_order(prompts.sizes, config.seed)[: profile_size(config.lengths, len(prompts))]
     model = await asyncio.to_thread(model_digest, run.start_model.resolve())
     async with AsyncExitStack() as stack:

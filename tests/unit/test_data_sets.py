@@ -1,6 +1,7 @@
 """Data sets: repeated prompts, the account, versions that go on from others, leaks, choice of a run's rows."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,23 @@ def test_the_rows_chosen_are_the_first_that_fit(tmp_path: Path, model: Path, len
     reasons = pq.read_table(run.data / "quarantine.parquet")["reason"].to_pylist()
     assert len(reasons) == done.counts["quarantined"]
     assert all(reason.endswith("tokens; data.max_prompt_tokens is 100") for reason in reasons)
+
+
+def test_a_prompt_beyond_what_the_model_takes_is_a_bad_row_and_no_warning(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    long = "word " * tokenizer.model_max_length
+    write(tmp_path / "rows.jsonl", [*numbered(*range(30)), {"prompt": long, "answer": "1"}])
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        _, done = prepare(tmp_path, model, source=str(tmp_path / "rows.jsonl"))
+        assert done.counts["quarantined"] == 1
+        assert caplog.messages == []
+        tokenizer(long)
+        assert "longer than the specified maximum" in caplog.text
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize("length_filter", ["all", "needed"])
