@@ -30,7 +30,7 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,35 +170,58 @@ def work_over_cores(used: Sequence[float]) -> float:
     return (window[-1] - window[0]) / (len(window) - 1) / len(os.sched_getaffinity(0))
 
 
+Measured = dict[str, dict[str, Any]]
+"""What was measured -> its row, of one setting in one round."""
+
+
 def outcome(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Step times by setting (medians over rounds) and what the project promises: the first and the last ratio."""
-
-    def step_time(setting: str, what: str) -> float:
-        return statistics.median(float(r["step_time_s"]) for r in rows if (r["setting"], r["what"]) == (setting, what))
-
-    def value(what: str, name: str) -> float:
-        return statistics.median(float(r[name]) for r in rows if (r["setting"], r["what"]) == ("quickstart", what))
-
-    times: dict[str, dict[str, float]] = {}
+    """Medians over the rounds: step times by setting, and ratios of what was measured in the same round, one soon after
+    the other. What the project promises: the first ratio and `sync_over_fully_async_balanced`."""
+    settings: dict[str, dict[int, Measured]] = {}
     for row in rows:
-        times.setdefault(row["setting"], {})[row["what"]] = step_time(row["setting"], row["what"])
-    over_bound = {
-        setting: own["fully_async"] / max(own["generate_only"], own["train_only"]) for setting, own in times.items()
-    }
-    over_async = {setting: own["sync"] / own["fully_async"] for setting, own in times.items() if "sync" in own}
+        settings.setdefault(row["setting"], {}).setdefault(row["round"], {})[row["what"]] = row
+
+    def median(setting: str, value: Callable[[Measured], float]) -> float:
+        return statistics.median(map(value, settings[setting].values()))
+
+    def each(setting: str, name: str, among: Sequence[str]) -> dict[str, float]:
+        return {what: median(setting, lambda own, what=what: own[what][name]) for what in among}  # type: ignore[misc]
+
     return {
-        "fully_async_over_bound": over_bound["own_cores"],
-        "fully_async_over_bound_retract": over_bound["own_cores_retract"],
-        "fully_async_over_bound_shared_cores": over_bound["quickstart"],
-        "fully_async_over_work": times["quickstart"]["fully_async"] / value("fully_async", "work_over_cores_s"),
-        "generate_over_train_balanced": times["balanced"]["generate_only"] / times["balanced"]["train_only"],
-        "sync_over_fully_async": over_async["quickstart"],
-        "sync_over_fully_async_own_cores": over_async["own_cores"],
-        "sync_over_fully_async_balanced": over_async["balanced"],
-        "step_time_s": times,
-        "train_wait_ratio": {mode: value(mode, "train_wait_ratio") for mode in MODES},
-        "engines_idle_ratio": {mode: value(mode, "engines_idle_ratio") for mode in MODES},
+        "fully_async_over_bound": median("own_cores", over_bound),
+        "fully_async_over_bound_retract": median("own_cores_retract", over_bound),
+        "fully_async_over_bound_shared_cores": median("quickstart", over_bound),
+        "fully_async_over_work": median("quickstart", over_work),
+        "generate_over_train_balanced": median("balanced", generate_over_train),
+        "sync_over_fully_async": median("quickstart", sync_over_async),
+        "sync_over_fully_async_own_cores": median("own_cores", sync_over_async),
+        "sync_over_fully_async_balanced": median("balanced", sync_over_async),
+        "fully_async_over_bound_rounds": [over_bound(own) for own in settings["own_cores"].values()],
+        "step_time_s": {name: each(name, "step_time_s", list(own[0])) for name, own in settings.items()},
+        "train_wait_ratio": each("quickstart", "train_wait_ratio", MODES),
+        "engines_idle_ratio": each("quickstart", "engines_idle_ratio", MODES),
     }
+
+
+def over_bound(own: Measured) -> float:
+    """A step of `fully_async` over the longer of what its engines and its trainer need alone."""
+    bound = max(own["generate_only"]["step_time_s"], own["train_only"]["step_time_s"])
+    return float(own["fully_async"]["step_time_s"] / bound)
+
+
+def over_work(own: Measured) -> float:
+    """A step of `fully_async` over the CPU seconds that it takes, shared by all cores."""
+    return float(own["fully_async"]["step_time_s"] / own["fully_async"]["work_over_cores_s"])
+
+
+def generate_over_train(own: Measured) -> float:
+    """1 where both loads are equal."""
+    return float(own["generate_only"]["step_time_s"] / own["train_only"]["step_time_s"])
+
+
+def sync_over_async(own: Measured) -> float:
+    """How many times faster `fully_async` is."""
+    return float(own["sync"]["step_time_s"] / own["fully_async"]["step_time_s"])
 
 
 def _kept(result: Any) -> dict[str, Any]:

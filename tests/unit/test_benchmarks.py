@@ -69,7 +69,7 @@ def test_steady_steps_leave_out_both_ends(tmp_path: Path) -> None:
     }
 
 
-def test_the_ratios_are_of_medians_over_the_rounds() -> None:
+def test_the_ratios_are_of_one_round_and_the_median_over_the_rounds_counts() -> None:
     measured = {
         "quickstart": {"sync": 1.0, "one_step_off": 0.8, "fully_async": 0.63, "generate_only": 0.6, "train_only": 0.2},
         "own_cores": {"sync": 1.1, "fully_async": 0.7, "generate_only": 0.5, "train_only": 0.68},
@@ -80,17 +80,20 @@ def test_the_ratios_are_of_medians_over_the_rounds() -> None:
         {
             "setting": setting,
             "what": what,
-            "step_time_s": factor * seconds,
+            "round": turn,
+            "step_time_s": factor * seconds * (slower if (setting, what) == ("own_cores", "fully_async") else 1),
             "train_wait_ratio": 0.5,
             "engines_idle_ratio": 0,
             "work_over_cores_s": 0.5,
         }
-        for factor in (1.0, 0.9, 5.0)
+        for turn, (factor, slower) in enumerate([(1.0, 1.0), (0.9, 1.1), (5.0, 0.5)])
         for setting, own in measured.items()
         for what, seconds in own.items()
     ]
     result = modes.outcome(rows)
-    assert result["step_time_s"] == measured
+    expected = measured | {"own_cores": measured["own_cores"] | {"fully_async": pytest.approx(0.7)}}
+    assert result["step_time_s"] == expected
+    assert result["fully_async_over_bound_rounds"] == pytest.approx([0.7 / 0.68, 1.1 * 0.7 / 0.68, 0.5 * 0.7 / 0.68])
     assert result["fully_async_over_bound"] == pytest.approx(0.7 / 0.68)
     assert result["fully_async_over_bound_retract"] == pytest.approx(0.75 / 0.5)
     assert result["fully_async_over_bound_shared_cores"] == pytest.approx(0.63 / 0.6)

@@ -1,10 +1,13 @@
 """Who runs on which core."""
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from forebay.config import parse_config
+from forebay.generation import server
 from forebay.launch.cores import CorePlan, plan_cores
 
 
@@ -36,3 +39,15 @@ def plan(monkeypatch: pytest.MonkeyPatch, cores: int, engines: int, **settings) 
 )
 def test_plan(monkeypatch: pytest.MonkeyPatch, cores: int, engines: int, settings: dict, expected: CorePlan) -> None:
     assert plan(monkeypatch, cores, engines, **settings) == expected
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_an_engine_s_api_server_keeps_to_its_cores_if_asked_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pinned: bool
+) -> None:
+    given: list[Sequence[int] | None] = []
+    monkeypatch.setattr(server, "spawn", lambda *_, cores, **options: given.append(cores))
+    monkeypatch.setattr(server, "engine_command", lambda *_: ["true"])
+    config = parse_config({"launch": {"pin_api_servers": pinned}}, "test")
+    server.start_engine(config, tmp_path, 1, "token", tmp_path / "engine-0.log", [3])
+    assert given == [[3] if pinned else None]
