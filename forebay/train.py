@@ -10,7 +10,7 @@ import json
 import socket
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -110,6 +110,7 @@ async def _train(run: RunContext, on_progress: Callable[[dict[str, Any]], None])
         except ForebayError as error:
             raise await _ended_early(error, unit, trainer) from None
         await trainer.finish()
+        refuse_untaught(controller.ledger.fates())
         return _result(unit, recorder, scorer.tally, trainer.restarts, learning_of(config, recorder.steps))
 
 
@@ -252,6 +253,15 @@ class Trainer:
     def _start(self) -> None:
         argv, env, _ = trainer_command(self._run, self._url, self._cores)
         self._process = spawn("trainer", argv, env=env, log=self._run.logs / "trainer.log", cores=self._cores)
+
+
+def refuse_untaught(fates: Mapping[str, int]) -> None:
+    """A model that no group has taught anything is no result. Raises `RunError`."""
+    if not fates["trained"]:
+        raise RunError(
+            f"training: none of {fates['filtered']} groups had rewards that differ, so the model is as it was; look at "
+            "the verdicts in metrics.jsonl, the reward, how hard the prompts are, and generation.temperature"
+        )
 
 
 def _result(

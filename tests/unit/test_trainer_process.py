@@ -76,3 +76,9 @@ def test_the_error_that_ends_a_run_names_the_checkpoint(
     ended = asyncio.run(stage._ended_early(error, unit, SimpleNamespace(last_checkpoint=last_checkpoint)))
     assert type(ended) is type(error)
     assert str(ended) == (f"{error}; the checkpoint is there" if asked else str(error))
+
+
+def test_a_run_that_taught_nothing_is_no_success() -> None:
+    with pytest.raises(RunError, match="none of 48 groups had rewards that differ"):
+        stage.refuse_untaught({"admitted": 48, "trained": 0, "filtered": 48, "stale": 0, "failed": 0, "in_flight": 0})
+    stage.refuse_untaught({"admitted": 48, "trained": 1, "filtered": 47, "stale": 0, "failed": 0, "in_flight": 0})
