@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from forebay.config import RunConfig
 from forebay.config.run import Mode
-from forebay.errors import UserError
+from forebay.errors import RunError, UserError
 from forebay.memory.engines import engine_devices
 from forebay.scheduling.policies import Policy, resolve
 from forebay.simulation.bound import Bound, bound
@@ -92,7 +92,7 @@ class Plan:
     steps: int
     """Of each simulation, or more where several batches are on their way at a time."""
     skipped: int
-    """Choices that were not simulated to keep it short."""
+    """Choices that were not simulated, to keep it short or since they cannot go on."""
     assumptions: list[str]
 
     @property
@@ -154,6 +154,7 @@ class _Planner:
         self._lines: dict[Choice, Line] = {}
         self._scenarios: dict[Choice, Scenario] = {}
         self.skipped = 0
+        self._stuck = ""
 
     def bound(self, engines: int, ranks: int) -> Bound:
         """Of a split, in the profile's own mode."""
@@ -168,7 +169,8 @@ class _Planner:
             for variant in self._variants(choice) if choice else ():
                 self._try(variant)
         if not self._lines:
-            raise UserError("plan: none of the modes can be simulated with this profile's control settings")
+            why = f": {self._stuck}" if self._stuck else ""
+            raise UserError(f"plan: none of the modes can be simulated with this profile's control settings{why}")
         return list(self._lines.values())
 
     def _choice(self, engines: int, ranks: int, mode: Mode) -> Choice:
@@ -205,7 +207,11 @@ class _Planner:
             f"simulating choice {len(self._lines) + 1} ({choice.split}, {choice.mode}, {choice.policy})",
             scenario.rules.steps,
         )
-        self._lines[choice] = Line(choice, simulate(scenario, progress=self._progress))
+        try:
+            self._lines[choice] = Line(choice, simulate(scenario, progress=self._progress))
+        except RunError as error:  # no rule lets it go on, or no group keeps its deadline
+            self.skipped += 1
+            self._stuck = str(error)
 
     def _scenario(self, choice: Choice) -> Scenario:
         """Work and rules do not depend on the split: they are made once."""

@@ -131,7 +131,8 @@ def left_out(plan: Plan) -> str:
             f"Not simulated, since others can be faster: {', '.join(named[:NAMED])}{more} at the speed of light."
         )
     if plan.skipped:
-        parts.append(f"{plan.skipped} more choices were left out: they take too long, or the profile forbids them.")
+        why = "they take too long, get stuck, or the profile forbids them"
+        parts.append(f"{plan.skipped} more choices were left out: {why}.")
     return " ".join(parts)
 
 

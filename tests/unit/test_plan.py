@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.config import RunConfig, parse_config
-from forebay.errors import UserError
+from forebay.errors import RunError, UserError
 from forebay.simulation import plan as planning
 from forebay.simulation.bound import bound
 from forebay.simulation.model import Scenario
@@ -135,6 +135,23 @@ def test_modes_that_the_profile_forbids_are_left_out() -> None:
     made = make_plan(profile(control={"batch_groups": 8, "require_batches": 2}), 2)
     assert {line.choice.mode for line in made.lines} == {"one_step_off", "fully_async"}
     assert made.skipped > 0
+
+
+def test_a_choice_that_gets_stuck_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(scenario: Scenario, **options: Any) -> Any:
+        if scenario.rules.max_staleness == 0:
+            raise RunError("simulation: no group is generated within control.group_deadline_s (1 s): raise it")
+        return simulate(scenario, **options)
+
+    monkeypatch.setattr(planning, "simulate", stuck)
+    made = make_plan(profile(), 2)
+    assert {line.choice.mode for line in made.lines} == {"one_step_off", "fully_async"}
+    assert made.skipped > 0
+
+
+def test_a_plan_of_nothing_but_stuck_choices_says_why() -> None:
+    with pytest.raises(UserError, match=r"none of the modes .*within control.group_deadline_s \(0.1 s\)"):
+        make_plan(profile(control={"batch_groups": 8, "group_deadline_s": 0.1}), 2)
 
 
 def test_the_same_plan_again_is_the_same(made: Plan) -> None:
