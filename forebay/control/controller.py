@@ -172,11 +172,11 @@ class Controller:
 
     # ---- events: groups
 
-    def sample_finished(self, group_id: int, attempt: int, tokens: int) -> None:
-        """A response of a group has ended before the last one; ignored for an attempt that no longer counts."""
+    def sample_finished(self, group_id: int, attempt: int, tokens: int) -> bool:
+        """A response of a group has ended before the last one; ignored for an attempt that no longer counts. False
+        if nothing can start for it: it needs no `next_dispatch` then."""
         group = self.open.generating(group_id, attempt)
-        if group is not None:
-            self._pool.sample_finished(group, tokens)
+        return group is not None and self._pool.sample_finished(group, tokens)
 
     def generated(self, group_id: int, attempt: int, samples: tuple[Sample, ...]) -> bool:
         """All responses of a group are there; they wait for their rewards. False for a late answer: the group is being

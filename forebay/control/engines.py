@@ -142,18 +142,21 @@ class EnginePool:
         group.reached = sum(begun) // len(begun) if begun else 0
         group.fresh = not done and not any(begun)
 
-    def sample_finished(self, group: Group, tokens: int) -> None:
-        """A response of a group in flight is done: its slot is free, and the others are better known."""
+    def sample_finished(self, group: Group, tokens: int) -> bool:
+        """A response of a group in flight is done: its slot is free, and the others are better known. Whether any
+        engine is free now: if none is, nothing can start."""
         key, engine = self._engine_of(group)
         if engine is None or not group.running:
-            return
+            return False
         group.running -= 1
         group.finished.append(tokens)
         if group.fresh and tokens > group.reached:
             group.reached = tokens  # they began together, and the others go on
         engine.samples -= 1
         self._changed[group.group_id] = group
-        self._note(key, engine)
+        if engine.samples < self._rules.max_concurrent_samples:  # else another response takes the slot
+            self._note(key, engine)
+        return bool(self._free)
 
     def release(self, group: Group) -> None:
         """It is in flight no more."""

@@ -16,8 +16,8 @@ Invariants:
 - Each token belongs to the version that served when it was decoded.
 """
 
-import bisect
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -253,8 +253,8 @@ class Engine:
 
     def _admit(self) -> None:
         """From the front, as many as find a slot and KV room."""
-        waiting = self._waiting
-        while waiting and self._active < self.model.slots:
+        waiting, slots = self._waiting, self.model.slots
+        while waiting and self._active < slots:
             response = waiting[0]
             if self._bounded and self._active:
                 # Its tokens, and one more of each active response.
@@ -284,8 +284,9 @@ class Engine:
     def _start(self, response: Response, end: int) -> None:
         self._serial += 1
         response.serial, response.start, response.era = self._serial, self._clock, self._era
-        place = bisect.bisect_left(self._ends, -end)
-        self._ends.insert(place, -end)
+        key, ends = -end, self._ends
+        place = bisect_left(ends, key)
+        ends.insert(place, key)
         self._running.insert(place, response)
         self._active += 1
         self._resident += response.prompt_tokens + response.done
@@ -309,8 +310,12 @@ class Engine:
         while ends and ends[-1] >= now:
             ends.pop()
             response = running.pop()
-            self._leave(response)
             length = response.length
+            if self.model.padded:
+                self._leave(response)
+            else:
+                self._active -= 1
+                self._resident -= response.prompt_tokens + length
             ids = range(length)
             response.job.samples[response.place] = Sample(ids, ids, self._spans(response, length), "stop")
             finished.append(response)
@@ -384,16 +389,17 @@ class Engine:
 
     def _spans(self, response: Response, tokens: int) -> tuple[VersionSpan, ...]:
         """Of the first tokens of a running response."""
-        history, era, begin, spans, kept = self._history, response.era, response.done, response.spans, False
-        shift, version = begin - response.start, history[era][1]
+        era, begin, spans, kept = response.era, response.done, response.spans, False
+        shift, version = begin - response.start, self._history[era][1]
         if spans and spans[-1].version == version and not spans[-1].stale_cache:
             begin, spans = spans[-1].start, spans[:-1]  # it goes on where it was interrupted
-        for first, newer, keeps in history[era + 1 :]:
-            end = first + shift
-            if end >= tokens:
-                break
-            if end > begin:
-                spans += (VersionSpan(version, begin, end, kept),)
-                begin = end
-            version, kept = newer, keeps
+        if era != self._era:
+            for first, newer, keeps in self._history[era + 1 :]:
+                end = first + shift
+                if end >= tokens:
+                    break
+                if end > begin:
+                    spans += (VersionSpan(version, begin, end, kept),)
+                    begin = end
+                version, kept = newer, keeps
         return (*spans, VersionSpan(version, begin, tokens, kept)) if begin < tokens else spans

@@ -70,7 +70,6 @@ class Simulation:
         self.now = 0.0
         self._scenario = scenario
         self._engines = [Engine(scenario.engine) for _ in range(scenario.engines)]
-        self._fires: list[Callable[..., None]] = [partial(self._fire, index) for index in range(scenario.engines)]
         self._refresh_began = [0.0] * scenario.engines
         self._statistics = Statistics(scenario, self._engines)
         source = scheduled(_Prompts(scenario), scenario.seed, scenario.sorted_steps)
@@ -80,7 +79,8 @@ class Simulation:
         )
         self._trainer = Trainer(scenario.trainer, self._controller, scenario.streaming)
         self._recorder: Recorder | None = None
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        # When, serial number, what happens then; None: this engine is fired.
+        self._heap: list[tuple[float, int, Callable[[], None] | None, int]] = []
         self._pushed = 0
         self._late = 0  # attempts in a row that were given up
         self._random = random.Random(scenario.seed)
@@ -106,8 +106,12 @@ class Simulation:
                     "start, and the groups that are ready are too few for a batch; look at control.work_in_progress, "
                     "control.max_staleness and control.queue"
                 )
-            self.now, _, happen, arguments = heapq.heappop(heap)
-            happen(*arguments)
+            self.now, _, happen, index = heap[0]
+            if happen is None:
+                self._fire(index)
+            else:
+                heapq.heappop(heap)
+                happen()
         return self._statistics.result(controller.ledger.fates())
 
     # ---- decisions carried out
@@ -165,23 +169,31 @@ class Simulation:
     # ---- what happens
 
     def _fire(self, index: int) -> None:
-        engine, controller = self._engines[index], self._controller
+        """The first event of the heap: an engine is due. Its next one takes the place at once."""
+        engine, heap = self._engines[index], self._heap
         if engine.due != self.now:
+            heapq.heappop(heap)
             return  # planned anew since
         finished, complete = engine.fire(), []
-        self._expect(index, engine.due)
+        if engine.due == math.inf:
+            heapq.heappop(heap)
+        else:
+            self._pushed += 1
+            heapq.heapreplace(heap, (engine.due, self._pushed, None, index))
+        opens = False
         for response in finished:
             job = response.job
             job.unfinished -= 1
-            if job.unfinished:
-                controller.sample_finished(job.group.group_id, job.attempt, response.length)
-            else:
+            if not job.unfinished:
                 complete.append(job)
+            elif self._controller.sample_finished(job.group.group_id, job.attempt, response.length):
+                opens = True
         if engine.swap is not None:
             self._swapped(index, engine.swap)
+            opens = True
         for job in complete:
             self._generated(job)
-        if not complete and (finished or engine.swap is not None):
+        if opens and not complete:
             self._pump()
 
     def _generated(self, job: Job) -> None:
@@ -293,14 +305,14 @@ class Simulation:
         """See to it that the engine is fired when it is due. What it was due for before is in vain, and harmless."""
         if due != math.inf:
             self._pushed += 1
-            heapq.heappush(self._heap, (due, self._pushed, self._fires[index], ()))
+            heapq.heappush(self._heap, (due, self._pushed, None, index))
 
     def _later(self, delay: float, happen: Callable[..., None], *arguments: Any) -> None:
         self._at(self.now + delay, happen, *arguments)
 
     def _at(self, when: float, happen: Callable[..., None], *arguments: Any) -> None:
         self._pushed += 1
-        heapq.heappush(self._heap, (when, self._pushed, happen, arguments))
+        heapq.heappush(self._heap, (when, self._pushed, partial(happen, *arguments), -1))
 
 
 @contextlib.contextmanager
