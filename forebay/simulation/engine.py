@@ -21,10 +21,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from forebay.control.groups import Group
 from forebay.control.types import EngineLoad, RefreshMode, Sample, VersionSpan
 from forebay.simulation.model import EngineModel
+
+_ids = cache(range)  # stands for the ids of so many tokens; one for all the responses of a length
 
 
 @dataclass(slots=True, eq=False)
@@ -129,22 +132,19 @@ class Engine:
     def submit(self, now: float, responses: Sequence[Response]) -> None:
         """New responses, in order, of whole groups; they are looked at at the next boundary."""
         self._waiting.extend(responses)
-        self._reach(now)
-        self._stop_here()
+        self._stop(now)
 
     def refresh(self, now: float, mode: RefreshMode, version: int) -> None:
         """Take new weights at the next boundary, with `drain` at the next one without a response."""
         self._refresh = (mode, version)
-        self._reach(now)
-        self._stop_here()
+        self._stop(now)
 
     def drop(self, now: float, job: Job) -> None:
         """Nobody waits for this group any more: its responses leave at the next boundary."""
-        self._reach(now)
+        self._stop(now)
         for response in [response for response in self._running if response.job is job]:
             self._take_out(response)
         self._waiting = deque(response for response in self._waiting if response.job is not job)
-        self._stop_here()
 
     def fire(self) -> list[Response]:
         """Do what is due; returns the responses that have ended, `swap` says whether new weights came."""
@@ -156,11 +156,10 @@ class Engine:
         if self._refresh is not None and (self._refresh[0] != "drain" or self.is_empty):
             self.swap = self._take_weights(*self._refresh)
             self._refresh = None
-        if self._waiting:
-            if self.model.padded:
-                self._admit_padded()
-            else:
-                self._admit()
+        if self.model.padded:
+            self._admit_padded()
+        else:
+            self._admit()
         self._plan()
         return finished
 
@@ -223,19 +222,19 @@ class Engine:
             self._idle += seconds
             return
         self._filled += active * seconds
-        if steps:
-            grown = steps * active
-            self._clock += steps
-            self._resident += grown
-            self._decoded += grown
+        grown = steps * active
+        self._clock += steps
+        self._resident += grown
+        self._decoded += grown
 
     def _stand(self, seconds: float) -> None:
         """Nothing is decoded."""
         self.time += seconds
         self._filled += self._active * seconds
 
-    def _stop_here(self) -> None:
-        """The next thing happens at this boundary."""
+    def _stop(self, now: float) -> None:
+        """The next thing happens at the first boundary at or after `now`."""
+        self._reach(now)
         self._ahead, self.due = 0, self.time
 
     def _plan(self) -> None:
@@ -246,8 +245,7 @@ class Engine:
         ahead = -self._ends[-1] - self._clock
         if self._bounded:
             ahead = min(ahead, int(self.model.kv_tokens - self._resident) // self._active)
-        self._ahead = ahead
-        self.due = self.time + self._seconds(ahead)
+        self._ahead, self.due = ahead, self.time + self._seconds(ahead)
 
     # ---- responses come and go
 
@@ -284,9 +282,8 @@ class Engine:
     def _start(self, response: Response, end: int) -> None:
         self._serial += 1
         response.serial, response.start, response.era = self._serial, self._clock, self._era
-        key, ends = -end, self._ends
-        place = bisect_left(ends, key)
-        ends.insert(place, key)
+        place = bisect_left(self._ends, -end)
+        self._ends.insert(place, -end)
         self._running.insert(place, response)
         self._active += 1
         self._resident += response.prompt_tokens + response.done
@@ -306,17 +303,17 @@ class Engine:
     def _finish(self) -> list[Response]:
         """Take out those whose step has come."""
         finished: list[Response] = []
-        running, ends, now = self._running, self._ends, -self._clock
+        ends, now = self._ends, -self._clock
         while ends and ends[-1] >= now:
             ends.pop()
-            response = running.pop()
+            response = self._running.pop()
             length = response.length
             if self.model.padded:
                 self._leave(response)
             else:
                 self._active -= 1
                 self._resident -= response.prompt_tokens + length
-            ids = range(length)
+            ids = _ids(length)
             response.job.samples[response.place] = Sample(ids, ids, self._spans(response, length), "stop")
             finished.append(response)
         return finished
@@ -353,10 +350,8 @@ class Engine:
     # ---- versions
 
     def _take_weights(self, mode: RefreshMode, version: int) -> Swap:
-        began, discarded, recomputed = self.time, 0, 0
-        aborted: Sequence[Job] = ()
-        if mode == "abort":
-            aborted, discarded = self._abort()
+        began, recomputed = self.time, 0
+        aborted, discarded = self._abort() if mode == "abort" else ((), 0)
         self._history.append((self._clock, version, mode == "in_place"))
         self._era += 1
         self._stand(self.model.pause_s)
@@ -378,7 +373,7 @@ class Engine:
             response.spans = self._spans(response, tokens)
             response.done = tokens
         for response in held:
-            ids = range(response.done)
+            ids = _ids(response.done)
             response.job.samples[response.place] = Sample(ids, ids, response.spans, None)
         jobs = {id(response.job): response.job for response in held}
         self._ends.clear()

@@ -104,21 +104,25 @@ class Statistics:
         if entry.fate is Fate.TRAINED:
             self._trained += 1
             self._age(entry)
-        if entry.fate in (Fate.TRAINED, Fate.FILTERED):
+        if entry.fate is Fate.TRAINED or entry.fate is Fate.FILTERED:
             lengths = [len(sample.ids) for sample in entry.samples]
             self._groups += 1
             self._lengths += sum(lengths)
-            self._squares += sum(length * length for length in lengths)
+            self._squares += sum([length * length for length in lengths])
             self._prompts += len(entry.prompt.ids)
 
     def _age(self, entry: Entry) -> None:
-        trained, age, tokens = entry.trained_version, entry.staleness, self._token_ages
-        if trained is None or age is None:
+        trained = entry.trained_version
+        if trained is None:
             return
-        self._ages[age] += 1
+        tokens: dict[int, int] = {}  # by version
         for sample in entry.samples:
             for version, start, end, _ in sample.versions:
-                tokens[trained - version] += end - start
+                tokens[version] = tokens.get(version, 0) + end - start
+        if tokens:
+            self._ages[trained - min(tokens)] += 1
+        for version, count in tokens.items():
+            self._token_ages[trained - version] += count
 
     def refreshed(self) -> None:
         """An engine serves new weights."""
