@@ -1,6 +1,6 @@
 """Whether the simulator is right, and how fast: a real training, and a simulation of it that is calibrated from it.
 
-    python -m benchmarks.simulation [--steps 40] [--rounds 1] [--run FOLDER]
+    python -m benchmarks.simulation [--steps 60] [--rounds 1] [--run FOLDER]
 
 Each round runs the stages up to training of the profile for real, takes costs and response lengths from its records
 (`forebay simulate --calibrate` does the same), plays the profile on virtual engines and compares step time and the
@@ -45,7 +45,7 @@ TRAIN_OVER_ROLLOUT = 0.95
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="profiles/quickstart_cpu.yaml")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="a run of the profile that is there already")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
