@@ -25,16 +25,16 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 RANDOM_POSITIONS = 2048
-_RANDOM: dict[str, Any] = {
-    "vocab_size": SPECIALS + BYTES,
+RANDOM_SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
-    "tie_word_embeddings": True,
 }
+"""Of every random model: `forebay.training.random_models` takes them from here."""
+_RANDOM = RANDOM_SIZES | {"vocab_size": SPECIALS + BYTES, "tie_word_embeddings": True}
 RANDOM: dict[str, dict[str, Any]] = {
     "builtin:random-qwen2": _RANDOM | {"model_type": "qwen2"},
     "builtin:random-qwen3": _RANDOM | {"model_type": "qwen3"},

@@ -24,17 +24,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from forebay.memory.built_in import RANDOM_POSITIONS, RANDOM_SIZES
 from forebay.training import random_vl
 from forebay.training.tiny_model import CHAT_TEMPLATE, END, PAD, SPECIALS
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
+_SIZES: dict[str, Any] = RANDOM_SIZES | {
+    "max_position_embeddings": RANDOM_POSITIONS,
     "initializer_range": 0.15,
     "bos_token_id": None,
     "eos_token_id": SPECIALS.index(END),
