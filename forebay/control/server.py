@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from forebay.control.unit import ControlUnit
 from forebay.control.wire import (
@@ -29,6 +30,8 @@ from forebay.errors import DeadlineError, ForebayError
 from forebay.telemetry.prometheus import CONTENT_TYPE, exposition
 
 START_TIMEOUT_S = 30.0
+CLIENT_GONE = 499
+"""What proxies call a request whose client left before it was whole; nobody reads the answer."""
 
 
 def control_app(unit: ControlUnit, token: str) -> FastAPI:
@@ -44,6 +47,10 @@ def control_app(unit: ControlUnit, token: str) -> FastAPI:
     @app.exception_handler(ForebayError)
     async def refused(_: Request, error: ForebayError) -> JSONResponse:
         return JSONResponse({"reason": str(error)}, status_code=400)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_GONE)  # a trainer that is killed asks again once it is back
 
     @app.exception_handler(Exception)
     async def broken(_: Request, error: Exception) -> JSONResponse:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import socket
 
 import httpx
 import msgpack
@@ -10,7 +11,7 @@ import pytest
 
 from forebay.control.controller import Controller, Rules
 from forebay.control.recorder import Recorder
-from forebay.control.server import control_app
+from forebay.control.server import control_app, serve
 from forebay.control.types import EngineFailure, EngineLoad, Prompt, RefreshRecord, RequestRefused, Sample, VersionSpan
 from forebay.control.unit import ControlUnit, Patience
 from forebay.control.wire import SnapshotReport, StepReport
@@ -306,6 +307,30 @@ def test_a_bug_in_a_handler_ends_the_run_instead_of_starving_the_trainer(tmp_pat
             await asyncio.wait_for(running, 5)
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("path", ["/v1/batches/next", "/v1/steps", "/v1/snapshots", "/v1/checkpoints"])
+@pytest.mark.parametrize("sent", [b"", b"\x81\xa4"], ids=["headers only", "a part of the body"])
+def test_a_trainer_that_is_killed_in_the_middle_of_a_request_does_not_end_the_run(tmp_path, path, sent):
+    unit = build(tmp_path, StubFleet())
+    head = f"POST {path} HTTP/1.1\r\nHost: cu\r\nAuthorization: Bearer secret\r\nContent-Length: 7\r\n\r\n"
+
+    async def go():
+        held = socket.create_server(("127.0.0.1", 0))
+        running = asyncio.create_task(unit.run(lambda: None))
+        async with serve(control_app(unit, "secret"), held):
+            _, writer = await asyncio.open_connection(*held.getsockname())
+            writer.write(head.encode() + sent)
+            await writer.drain()
+            await asyncio.sleep(0.1)  # it has read what there is, and waits for the rest
+            writer.close()
+            await writer.wait_closed()
+            await asyncio.sleep(0.1)  # it has seen that, too
+            trainer = asyncio.create_task(stub_trainer(unit))
+            await asyncio.wait_for(asyncio.gather(running, trainer), 20)
+
+    asyncio.run(go())
+    assert unit.controller.finished
 
 
 def test_groups_stream_over_http_until_the_batch_is_complete(tmp_path):
