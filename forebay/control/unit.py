@@ -244,7 +244,7 @@ class ControlUnit:
             record = await self._fleet.engines[index].refresh(snapshot, self.controller.rules.refresh)
         except (EngineFailure, RequestRefused) as failure:  # a refresh that is refused is the engine's fault too
             if self.controller.engines.get(index) is engine:
-                await self._refresh_failed(index, failure)
+                await self._refresh_failed(index, engine, failure)
             return
         self._strikes.pop(index, None)
         if self.controller.engines.get(index) is engine:
@@ -256,11 +256,10 @@ class ControlUnit:
 
     def _examine(self, index: int, version: int) -> None:
         if self._examination is not None and self._examination.is_due(version):
-            self._spawn(self._examined(self._examination, index, version))
+            self.controller.hold(index, True)  # at once: newer weights may be there, and the engine may be lost
+            self._spawn(self._examined(self._examination, index, self.controller.engines[index], version))
 
-    async def _examined(self, examination: Examination, index: int, version: int) -> None:
-        engine = self.controller.engines[index]
-        self.controller.hold(index, True)
+    async def _examined(self, examination: Examination, index: int, engine: Engine, version: int) -> None:
         await examination.examine(index, version)
         if self.controller.engines.get(index) is engine:  # else it was started anew, and is not held
             self.controller.hold(index, False)
@@ -277,16 +276,16 @@ class ControlUnit:
         elif index in self.controller.engines:
             await self._recover(index, failure)
 
-    async def _refresh_failed(self, index: int, failure: ForebayError) -> None:
+    async def _refresh_failed(self, index: int, engine: Engine, failure: ForebayError) -> None:
         """An engine that still serves its old weights may try again (a newer snapshot may have replaced the one that
         it was reading); one that does not is recovered."""
         self._strikes[index] += 1
         if self._strikes[index] < STRIKES and await self._fleet.in_order(index):
             self._recorder.event("refresh_failed", engine=index, reason=str(failure))
-            if index in self.controller.engines:
+            if self.controller.engines.get(index) is engine:
                 self.controller.refresh_failed(index)
                 await self._wake()
-        elif index in self.controller.engines:
+        elif self.controller.engines.get(index) is engine:
             await self._recover(index, failure)
 
     async def _recover(self, index: int, failure: ForebayError) -> None:
@@ -305,7 +304,7 @@ class ControlUnit:
             try:
                 await self._fleet.restart(index)
                 version = await self._catch_up(index)
-            except RunError as again:
+            except (RunError, RequestRefused) as again:
                 failure = again
         self._recovering.discard(index)
         self.controller.engine_joined(index, version)
@@ -314,9 +313,15 @@ class ControlUnit:
         await self._wake()
 
     async def _catch_up(self, index: int) -> int:
-        version = 0
-        while self._snapshot is not None and version < self._snapshot.version:
-            version = (await self._fleet.engines[index].refresh(self._snapshot, "retract")).version
+        version = failures = 0
+        while (snapshot := self._snapshot) is not None and version < snapshot.version:
+            try:
+                version = (await self._fleet.engines[index].refresh(snapshot, "retract")).version
+            except (EngineFailure, RequestRefused):
+                failures += 1
+                # While it read that snapshot, newer ones may have replaced it.
+                if failures == STRIKES or self._snapshot is snapshot or not await self._fleet.in_order(index):
+                    raise
         return version
 
     # ---- time

@@ -158,6 +158,94 @@ def test_a_dead_engine_is_restarted_refreshed_and_its_groups_are_generated_again
     assert fleet.engines[0].version >= 1  # brought up to date before it got work
 
 
+def catch_up(tmp_path, outcomes):
+    """An engine that was started anew loads what is newest; `outcomes` of its refreshes, each the error that it raises
+    or None. While it loads, a newer version is published. Returns (version that it joined with, its fleet)."""
+    fleet = StubFleet(1)
+    fleet.healthy = True
+    unit = build(tmp_path, fleet)
+    left = list(outcomes)
+
+    async def publish(version):
+        await unit.snapshot_published(SnapshotReport(version=version, path="x", manifest_sha256="0" * 64))
+
+    class Late(StubEngine):
+        async def refresh(self, snapshot, mode):
+            await publish(snapshot.version + 1) if left else None
+            if left and (error := left.pop(0)) is not None:
+                raise error
+            return await super().refresh(snapshot, mode)
+
+    async def restart(index):
+        fleet.restarted.append(index)
+        fleet.engines[index] = Late()
+
+    async def go():
+        fleet.restart = restart
+        unit.controller.engine_joined(0, 0)
+        await publish(1)
+        await unit._recover(0, EngineFailure("engine 0 is dead"))
+
+    asyncio.run(go())
+    return unit.controller.engines[0].version, fleet
+
+
+def test_a_snapshot_that_newer_ones_replace_while_a_new_engine_loads_it_costs_no_restart(tmp_path):
+    gone = EngineFailure("snapshot v00000001 is refused: No such file or directory")
+    version, fleet = catch_up(tmp_path, [gone, gone])
+    assert (version, fleet.restarted) == (3, [0])
+
+
+def test_a_new_engine_that_refuses_its_first_weights_is_started_again(tmp_path):
+    version, fleet = catch_up(tmp_path, [RequestRefused("engine 0 refuses the request: nothing is staged")] * 3)
+    assert (version, fleet.restarted) == (4, [0, 0])
+
+
+class Looks:
+    """An examination of the first version."""
+
+    def __init__(self):
+        self.seen = []
+
+    def is_due(self, version):
+        return version == 0
+
+    async def examine(self, index, version):
+        self.seen.append((index, version))
+
+
+def test_an_engine_that_dies_just_before_its_examination_ends_no_run(tmp_path):
+    fleet = StubFleet(2)
+    unit = build(tmp_path, fleet)
+    unit._examination = looks = Looks()
+    real, lost = unit.controller.engine_joined, []
+
+    def joined(index, version):
+        real(index, version)
+        if index == 1 and not lost:  # between the decision to examine engine 0 and the examination
+            lost.append(unit.controller.engine_lost(0))
+
+    unit.controller.engine_joined = joined
+    drive(unit)
+    assert (0, 0) in looks.seen
+    assert unit.controller.ledger.fates()["trained"] == 20
+
+
+def test_an_engine_that_is_to_be_examined_takes_no_newer_weights_before(tmp_path):
+    unit = build(tmp_path, StubFleet())
+    unit._examination = Looks()
+
+    async def go():
+        unit.controller.engine_joined(0, 0)
+        unit._examine(0, 0)
+        unit.controller.snapshot_published(1)
+        assert unit.controller.next_refresh() is None
+        await asyncio.sleep(0.01)
+        assert unit.controller.next_refresh() == 0
+
+    asyncio.run(go())
+
+
 def test_a_failed_call_on_a_healthy_engine_costs_no_restart(tmp_path):
     fleet = StubFleet()
     fleet.healthy = True
