@@ -113,9 +113,11 @@ class Fleet:
         port = self._ports[i].getsockname()[1]
         process = start_engine(config, self._model_dir, port, self._run.token, log, self._cores[i])
         self._processes[i] = process
-        engine.reset()
         deadline = time.monotonic() + config.generation.startup_timeout_s
-        while not await _healthy(engine):
+        while True:
+            engine.reset()  # each time: a call to the server that was here before may fail only now, and blame it
+            if await _healthy(engine):
+                break
             if process.poll() is not None:
                 why = telling_line(process.log_tail(400))
                 raise RunError(f"{engine.name} {process.describe_exit()} while starting: {why} (log: {log})")
