@@ -174,23 +174,27 @@ class Examiner:
             # It was restarted under this request, or in between, and had not loaded the weights yet.
             raise EngineFailure(f"engine {i} answered with weights of version {sorted(found)}, not {wanted}")
 
-    async def _repair(self, i: int, error: EngineFailure) -> bool:
+    async def _repair(self, i: int, error: RunError) -> bool:
         """After a failure: restart the engine if it is of no more use and load the weights; True if that was done."""
         async with self._repairs[i]:
             if await self._usable(i):
                 await asyncio.sleep(_RETRY_PAUSE_S)
                 return False
-            if self._restarts_left == 0:
-                raise RunError(
-                    f"evaluation: engine {i} failed, and no restart is left "
-                    f"(generation.max_restarts: {self._config.generation.max_restarts}); see its log. Last: {error}"
-                ) from None
-            self._restarts_left -= 1
-            with self._wait(f"the restart of engine {i}"):
-                await self._fleet.restart(i)
-                if self._snapshot is not None:
-                    await self._fleet.engines[i].refresh(self._snapshot, "retract")
-            return True
+            while True:
+                if self._restarts_left == 0:
+                    raise RunError(
+                        f"evaluation: engine {i} failed, and no restart is left "
+                        f"(generation.max_restarts: {self._config.generation.max_restarts}); see its log. Last: {error}"
+                    ) from None
+                self._restarts_left -= 1
+                try:
+                    with self._wait(f"the restart of engine {i}"):
+                        await self._fleet.restart(i)
+                        if self._snapshot is not None:
+                            await self._fleet.engines[i].refresh(self._snapshot, "retract")
+                    return True
+                except RunError as again:  # it may die while it starts, too
+                    error = again
 
     async def _usable(self, i: int) -> bool:
         """Alive, and the client has not given it up either (it does after a time-out or a half-done refresh)."""

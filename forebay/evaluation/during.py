@@ -69,9 +69,10 @@ class HeldOut:
         begin, limit = time.monotonic(), self._config.evaluation.timeout_s
         told: dict[str, Any] = {"version": version, "engine": index}
         places = asyncio.Semaphore(AT_ONCE)
+        answers = [asyncio.ensure_future(self._answer(index, version, row, places)) for row in self._rows]
         try:
             async with asyncio.timeout(limit):
-                found = await asyncio.gather(*(self._answer(index, version, row, places) for row in self._rows))
+                found = await asyncio.gather(*answers)
         except TimeoutError:
             told["given_up"] = f"not done within {limit:g} s (evaluation.timeout_s)"
         except EngineFailure as failure:
@@ -87,6 +88,9 @@ class HeldOut:
                 "reward_mean": math.fsum(rewards) / len(rewards) if rewards else None,
                 "tokens": sum(tokens for _, tokens in found),
             }
+        finally:
+            for answer in answers:  # else they would go on asking an engine that has failed, and the one after it
+                answer.cancel()
         self._tell(told | {"seconds": time.monotonic() - begin})
 
     async def _answer(self, index: int, version: int, row: Row, places: asyncio.Semaphore) -> tuple[float | None, int]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from forebay.config import LengthsConfig, RunConfig
-from forebay.control.types import NOTHING, EngineFailure, RequestRefused, Sample
+from forebay.control.types import NOTHING, RequestRefused, Sample
 from forebay.data.counted import counted
 from forebay.errors import RunError, UserError
 from forebay.generation.client import VllmEngine
@@ -219,17 +219,18 @@ class _Ask:
             await asyncio.gather(*jobs, return_exceptions=True)
 
     async def _answer(self, engine: int, question: Question, way: Way) -> Answer:
-        """Empty if no engine takes the prompt. Raises `EngineFailure` after `ATTEMPTS`."""
+        """Empty if no engine takes the prompt. Raises `RunError` after `ATTEMPTS`."""
         assert self._fleet is not None
         for attempt in range(1, ATTEMPTS + 1):
             try:
+                if attempt > 1:
+                    await self._fleet.revive(engine)
                 samples = await way(self.config, self._fleet.engines[engine], question)
             except RequestRefused:
                 break
-            except EngineFailure:
+            except RunError:  # of the engine, or of its restart: it may die while it starts, too
                 if attempt == ATTEMPTS:
                     raise
-                await self._fleet.revive(engine)
                 continue
             self.responses += len(samples)
             return Answer(

@@ -300,6 +300,25 @@ def test_an_engine_that_lives_but_is_of_no_use_is_restarted_too() -> None:
     assert fleet.restarts == [0]
 
 
+@pytest.mark.parametrize("loads", [False, True], ids=["while it starts", "while it loads"])
+def test_an_engine_that_dies_again_while_it_is_restarted_is_restarted_again(loads: bool) -> None:
+    class Unlucky(FakeFleet):
+        async def restart(self, i: int) -> None:
+            await super().restart(i)
+            if len(self.restarts) == 1 and not loads:
+                raise RunError("engine-0 was ended by SIGKILL while starting")
+            if len(self.restarts) == 1:
+                self.engines[i].refresh_failures = [EngineFailure("died")]
+
+    fleet = Unlucky(BrokenEngine())
+    config = RunConfig(
+        generation=GenerationConfig(max_restarts=2), evaluation=EvaluationConfig(), storage=StorageConfig()
+    )
+    answers = _examine(fleet, FakeScorer(), _rows(9), config, load=True)
+    assert [answer.reward for answer in answers] == [float(i) for i in range(9)]
+    assert fleet.restarts == [0, 0]
+
+
 def test_an_engine_that_keeps_dying_stops_the_evaluation() -> None:
     class Mortal(FakeFleet):
         async def restart(self, i: int) -> None:

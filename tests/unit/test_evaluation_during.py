@@ -93,6 +93,25 @@ def test_what_breaks_or_hangs_is_given_up_with_its_reason():
     ]
 
 
+def test_after_a_failure_nothing_is_asked_any_more():
+    class Dying(Engine):
+        asked = 0
+
+        async def greedy(self, *arguments):
+            self.asked += 1
+            if self.asked == 3:
+                raise EngineFailure("engine 0: connection reset")
+            return await super().greedy(*arguments)
+
+    async def go():
+        engine = Dying()
+        await held_out([engine], []).examine(0, 0)
+        await asyncio.sleep(0.05)
+        return engine.asked
+
+    assert asyncio.run(go()) <= AT_ONCE + 1  # the place of the one that failed was taken
+
+
 def test_the_engine_keeps_an_examined_version_and_trains_on(tmp_path):
     """Versions are published every few milliseconds here; an examination takes thirty of them."""
     told, fleet = [], StubFleet(2)

@@ -39,7 +39,7 @@ class Engines:
     """Stands for `Fleet`. A response to a prompt has about half as many tokens as its first token id says."""
 
     def __init__(self):
-        self.starts, self.revived = 0, 0
+        self.starts, self.revived, self.failed_starts = 0, 0, 0
         self.asked = Counter()
         self.fail_after, self.failures = math.inf, 0
         self.refused = set()
@@ -58,6 +58,9 @@ class Engines:
 
     async def revive(self, index):
         self.revived += 1
+        if self.failed_starts:
+            self.failed_starts -= 1
+            raise RunError("engine-0 was ended by SIGKILL while starting")
 
     async def generate(self, tokens, prefixes, seed, images=()):
         await asyncio.sleep(0)
@@ -254,6 +257,12 @@ def table_of_last(start, **lengths):
 
 def test_an_engine_that_breaks_is_revived_and_asked_again(engines, start):
     engines.failures = 2
+    assert predict_lengths(start()).profiled == 40
+    assert engines.revived == 2
+
+
+def test_an_engine_that_dies_while_it_is_revived_is_revived_again(engines, start):
+    engines.failures = engines.failed_starts = 1
     assert predict_lengths(start()).profiled == 40
     assert engines.revived == 2
 
