@@ -74,18 +74,22 @@ class Worker:
         deaths = 0
         while len(judged) < len(task.responses):
             left = [place for place in range(len(task.responses)) if place not in judged]
-            all_at_once = False
+            begun = all_at_once = False
             verdict: Judgement | None
             self._be_ready()
             try:
                 for place, judgement in self._messages(task, left):
+                    begun = True
                     if place is None:
                         all_at_once = judgement
                     else:
                         judged[place], deaths = judgement, 0
                 continue
             except TimeoutError:
+                deaths += not begun  # it did not even look at the task: it is the process that hangs
                 verdict = timed_out(f"longer than reward.timeout_s ({self._timeout_s:g} s)")
+                if not begun and deaths < _DEATHS:
+                    verdict = None
             except (EOFError, OSError):
                 deaths += 1
                 verdict = failed("its process ended twice while judging this response") if deaths == _DEATHS else None
@@ -105,7 +109,7 @@ class Worker:
     def _messages(self, task: Task, left: Sequence[int]) -> Iterator[tuple[int | None, Any]]:
         """(None, whether all at once), then (place, judgement). Raises `TimeoutError`, `EOFError`, `OSError`."""
         responses = [task.responses[place] for place in left]
-        self._pipe.send((responses, task.answer_json, task.prompt, task.verifier))
+        self._send((responses, task.answer_json, task.prompt, task.verifier))
         all_at_once = self._receive(time.monotonic() + STARTUP_S)  # a row's verifier may have to be imported
         yield None, all_at_once
         deadline = time.monotonic() + self._timeout_s
@@ -114,6 +118,15 @@ class Worker:
             yield left[place], Judgement(score, verdict, reason)
             if not all_at_once:
                 deadline = time.monotonic() + self._timeout_s
+
+    def _send(self, message: Any) -> None:
+        """Raises `OSError` if the process ends meanwhile; it is killed if it does not take a long message in time."""
+        killer = threading.Timer(self._timeout_s, self._process.kill)
+        killer.start()
+        try:
+            self._pipe.send(message)
+        finally:
+            killer.cancel()
 
     def _receive(self, deadline: float) -> Any:
         if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -153,8 +166,9 @@ class Worker:
             # A spawned process shares nothing with us: no threads, locks, sockets or GPU state.
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=serve, args=(theirs, self._setup), name=WORKER, daemon=True)
-            self._process.start()
+            process = context.Process(target=serve, args=(theirs, self._setup), name=WORKER, daemon=True)
+            process.start()
+            self._process = process  # one that runs: a process without a pid must not be killed
             theirs.close()
             self._is_ready = False
 

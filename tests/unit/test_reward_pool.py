@@ -1,6 +1,8 @@
 import asyncio
 import json
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from forebay.config import RewardConfig
 from forebay.errors import DataError, RunError, UserError
 from forebay.rewards import Judgement
 from forebay.rewards.pool import RewardPool
-from forebay.rewards.worker import load_decoder
+from forebay.rewards.worker import Worker, load_decoder
 from forebay.training.tiny_model import END, make_tokenizer
 from tests.support.golden_rewards import HOSTILE, HUGE
 
@@ -154,6 +156,28 @@ def test_a_worker_that_dies_is_replaced(moody: RewardPool, tmp_path: Path) -> No
     with pytest.raises(DataError, match="its process ended twice"):
         ask(moody, "die")
     assert ask(moody, "good") == [1.0]
+
+
+def stop(pool: RewardPool) -> None:
+    """As after `kill -STOP`: it lives, and does nothing."""
+    os.kill(pool._workers[0]._process.pid or 0, signal.SIGSTOP)
+
+
+def test_a_worker_that_takes_no_task_is_replaced(moody: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = ids("a1b1") * 100_000  # more than a pipe holds
+    assert ask(moody, "good") == [1.0]
+    stop(moody)
+    assert asyncio.run(moody.score([(long, True)], "1", "good")) == [1.0]
+    stop(moody)
+    receive, calls = Worker._receive, []
+
+    def impatient(worker: Worker, deadline: float) -> Any:
+        calls.append(deadline)
+        return receive(worker, 0.0 if len(calls) == 1 else deadline)
+
+    monkeypatch.setattr(Worker, "_receive", impatient)
+    assert ask(moody, "good") == [1.0]
+    assert len(calls) > 2
 
 
 def test_the_event_loop_runs_on_while_a_group_is_scored(moody: RewardPool) -> None:
