@@ -21,6 +21,8 @@ from pathlib import Path
 from forebay.errors import RunError
 from forebay.launch import guard
 
+GUARD_S = 15.0
+"""Longest that a guard takes to end its tree, beyond the grace."""
 MARK = "FOREBAY_PROCESS"
 """Environment variable with a random value for each child: finds what is left if the guard itself is killed."""
 
@@ -77,8 +79,10 @@ class Process:
         if self._popen.poll() is None:
             # The guard kills for as long as anything lives; only a process stuck in the kernel outlasts this.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._popen.wait(grace_s + 15)
-        if self.poll() is None:
+                self._popen.wait(grace_s + GUARD_S)
+        if self._popen.poll() is None:
+            self._popen.kill()  # a guard that is stopped; `poll` ends what it leaves
+        if self.wait(GUARD_S) is None:
             raise RunError(f"{self.name} (pid {self.pid}) does not end, not even by SIGKILL; look at it with ps")
 
     def log_tail(self, lines: int = 20) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import UserError
-from forebay.launch import ports
+from forebay.launch import ports, processes
 from forebay.launch.processes import Process, spawn
 
 # A tree with every way of escaping: a new session, a double fork, ignored SIGTERM.
@@ -92,6 +92,17 @@ def test_killing_the_guard_leaves_nothing(tmp_path: Path) -> None:
     wait_until(lambda: process.poll() is not None)
     assert not folder.exists()
     assert not any(map(running, pids))
+
+
+def test_a_guard_that_is_stopped_does_not_keep_its_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GUARD_S", 0.3)
+    process = stubborn(tmp_path)
+    pids = process.tree()
+    os.killpg(process.pid, signal.SIGSTOP)  # the guard and the command
+    monkeypatch.setattr(process, "wait", lambda _, wait=process.wait: wait(10.0))  # for the kill, on a busy machine
+    process.stop(0.0)
+    assert not any(map(running, pids))
+    assert not Path(process._temporary).exists()
 
 
 def test_end_of_the_command_ends_what_it_started(tmp_path: Path) -> None:
