@@ -232,6 +232,8 @@ class VllmEngine:
         finally:
             self._calls.discard(timer)
             self._running.difference_update(responses)
+        if any(response.aborted and not response.dismissed for response in responses):
+            self._fail("it ended responses that nobody has told it to end: it is being shut down", responses)
         if any(response.aborted for response in responses):
             raise GenerationAborted([response.sample() for response in responses])
         if unfinished := sum(not response.finished for response in responses):
@@ -300,6 +302,8 @@ class VllmEngine:
         # Before the swap: its first tokens may be here before its answer is.
         (self._kept_caches.add if mode == "in_place" else self._kept_caches.discard)(snapshot.version)
         discarded = sum(len(r.prefix.ids) for r in self._running if not r.finished) if mode == "abort" else 0
+        for response in self._running if mode == "abort" else ():
+            response.dismissed = True
         call = {"method": engine_core.METHOD, "kwargs": {"mode": mode, "version": str(snapshot.version)}}
         with self._watchdog.halt():
             answer = await self._call("POST", "/collective_rpc", call)

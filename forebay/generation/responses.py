@@ -27,6 +27,8 @@ class Response:
         self.prompt_tokens = prompt_tokens
         self._on_finished = on_finished
         self.aborted = False
+        self.dismissed = False
+        """The engine was told to end it unfinished."""
         self._finish = prefix.finish_reason
         if self._finish is None and len(prefix.ids) >= budget:
             self._finish = "length"

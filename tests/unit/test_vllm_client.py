@@ -137,10 +137,30 @@ def test_a_failure_carries_what_is_certain() -> None:
     assert caught.value.partials == (known, NOTHING)
 
 
-def test_an_abort_hands_back_the_tokens_so_far() -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_an_abort_hands_back_the_tokens_so_far(told: bool) -> None:
+    """One that nobody asked for is a failure: vLLM ends its responses so when it gets SIGTERM."""
     chunks = [part([5], [(2, 0, 1)]), part([6], [(2, 0, 1)], "stop", 1), part([9], [(2, 0, 2)], "abort")]
-    with pytest.raises(GenerationAborted) as caught:
-        generate(answer(*chunks), n=2)
+
+    async def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/inference/v1/generate":
+            await asyncio.sleep(0.05)
+            return answer(*chunks)(request)
+        record = {"pause_s": 0.1, "tokens_recomputed": 0, "tokens_discarded": 0}
+        staging = b"staging_state" in request.content
+        return httpx.Response(200, json={"results": ["staged" if staging else record]})
+
+    async def go() -> None:
+        engine = engine_with(handler)
+        generating = asyncio.create_task(engine.generate([2, 3], [NOTHING] * 2, 0))
+        await asyncio.sleep(0)
+        await engine.refresh(SNAPSHOT, "abort" if told else "retract")
+        await generating
+
+    with pytest.raises(
+        GenerationAborted if told else EngineFailure, match="unfinished" if told else "shut down"
+    ) as caught:
+        asyncio.run(go())
     first, second = caught.value.partials
     assert (first.ids, first.finish_reason) == ((5, 9), None)
     assert (second.ids, second.finish_reason) == ((6,), "stop")
