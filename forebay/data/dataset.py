@@ -120,7 +120,8 @@ def make_dataset(
     key = _hash([EDITION, source, split, settings, vision])
     home = cache / "datasets" / key
     parts = parts_of(source, split, config, cache)
-    earlier = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(home.glob("*/manifest.json"))]
+    whole = sorted(home.glob("[!.]*/manifest.json"))  # what another run is making, or died making, begins with a dot
+    earlier = [json.loads(path.read_text(encoding="utf-8")) for path in whole]
     sizes: dict[str, set[int]] = defaultdict(set)
     for part in (part for manifest in earlier for part in manifest["parts"]):
         sizes[part["name"]] |= {part["size"], part.get("groups_end", 0)}

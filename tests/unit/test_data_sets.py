@@ -169,6 +169,19 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return seen
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["before it was moved", "in the middle of its manifest"])
+def test_what_a_killed_run_left_is_not_taken_for_a_version(tmp_path: Path, half: bool) -> None:
+    write(tmp_path / "rows.jsonl", numbered(1, 2))
+    made = dataset(tmp_path, tmp_path / "rows.jsonl")
+    (folder,) = {file.parent for file in made.files("rows.parquet")}
+    left = folder.rename(folder.with_name(".making-x"))
+    if half:
+        manifest = left / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes()[:20])
+    again = dataset(tmp_path, tmp_path / "rows.jsonl")
+    assert (again.cached, prompts(again)) == (False, ["p1", "p2"])
+
+
 def test_parquet_that_was_written_again_with_more_row_groups_is_read_from_the_new_ones_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
