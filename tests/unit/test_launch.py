@@ -63,7 +63,7 @@ def test_stop_ends_the_whole_tree_and_can_be_repeated(tmp_path: Path) -> None:
     pids = [process.pid, *process.tree()]
     started = time.monotonic()
     process.stop(0.3)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 12  # a moment, but for a busy machine; its time to end them is over at 15 s
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # not even as zombies
     process.stop(0.3)
     assert process.describe_exit() == "was ended by SIGKILL"
@@ -79,7 +79,7 @@ def test_death_of_the_owner_ends_everything(tmp_path: Path, number: signal.Signa
     assert all(map(running, pids))
     owner.send_signal(number)
     owner.wait(10)
-    wait_until(lambda: not any(map(running, pids)), 3.0)
+    wait_until(lambda: not any(map(running, pids)))
     owner.stdout.close()
 
 
