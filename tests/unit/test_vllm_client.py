@@ -25,7 +25,8 @@ from forebay.generation.client import VllmEngine
 from forebay.generation.server import engine_command, engine_environment, telling_line
 
 Handler = Callable[[httpx.Request], httpx.Response]
-CONFIG = parse_config({"generation": {"refresh_timeout_s": 0.3, "request_timeout_s": 0.3, "temperature": 0.7}}, "test")
+CONFIG = parse_config({"generation": {"temperature": 0.7}}, "test")
+IMPATIENT = parse_config({"generation": {"refresh_timeout_s": 0.3, "request_timeout_s": 0.3}}, "test")
 SNAPSHOT = Snapshot(4, "/snapshots/v00000004", "ab" * 32)
 
 
@@ -228,12 +229,11 @@ def test_no_answer_in_time_is_an_engine_failure() -> None:
         raise AssertionError
 
     with pytest.raises(EngineFailure, match=r"within 0\.3 s"):
-        generate(handler)
+        asyncio.run(engine_with(handler, IMPATIENT).generate([2, 3], [NOTHING], 0))
 
 
 def test_a_silent_engine_is_a_hang_of_all_its_calls() -> None:
     """One call's chunks keep the other waiting; when both are silent, both fail with what they have."""
-    config = CONFIG.model_copy(update={"generation": CONFIG.generation.model_copy(update={"request_timeout_s": 60.0})})
 
     async def body(talkative: bool):
         ids, count = [], 0
@@ -248,7 +248,6 @@ def test_a_silent_engine_is_a_hang_of_all_its_calls() -> None:
 
     async def story() -> None:
         engine = engine_with(handler)
-        engine._generation = config.generation
         engine._watchdog._limit_s = 0.3
         started = time.monotonic()
         calls = [engine.generate([i], [NOTHING], 0) for i in (1, 2)]
@@ -339,7 +338,7 @@ def test_refused_snapshot_never_pauses() -> None:
 def test_staging_that_never_ends_names_the_engine_and_goes_on() -> None:
     server = FakeServer(states=())
     with pytest.raises(EngineFailure, match=r"engine-0.*version 4 was not done within 0\.3 s"):
-        asyncio.run(engine_with(server).refresh(SNAPSHOT, "retract"))
+        asyncio.run(engine_with(server, IMPATIENT).refresh(SNAPSHOT, "retract"))
     assert "swap:retract:4" not in server.calls
     assert server.calls[-1] == "finish_weight_update:"
 
