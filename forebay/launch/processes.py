@@ -132,7 +132,8 @@ def spawn(
     mark = secrets.token_hex(8)
     # vLLM and torch leave sockets and rendezvous files there when they are killed. A short path: sockets need it.
     temporary = tempfile.mkdtemp(prefix="forebay-")
-    merged = {**os.environ, **env, MARK: mark, "TMPDIR": temporary}
+    # A process that gives itself a title with setproctitle, as EngineCore does, would wipe out the mark otherwise.
+    merged = {**os.environ, **env, MARK: mark, "TMPDIR": temporary, "SPT_NOENV": "1"}
     environment = {key: value for key, value in merged.items() if value is not None}
     reader, writer = os.pipe()
     # -I -S: no site-packages, no user settings; the guard is up in about 20 ms.

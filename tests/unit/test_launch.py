@@ -94,6 +94,20 @@ def test_killing_the_guard_leaves_nothing(tmp_path: Path) -> None:
     assert not any(map(running, pids))
 
 
+def test_killing_the_guard_leaves_no_process_with_a_title_of_its_own(tmp_path: Path) -> None:
+    """Such as vLLM's EngineCore, which outlives its parent."""
+    child = (
+        "import os, setproctitle, time; setproctitle.setproctitle('T'); print(os.getpid(), flush=True); time.sleep(300)"
+    )
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    process = spawn("titled", [sys.executable, "-c", parent], env={}, log=tmp_path / "log")
+    wait_until(lambda: process.log_tail() != "")
+    pid = int(process.log_tail())
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: process.poll() is not None)
+    assert not running(pid)
+
+
 def test_a_guard_that_is_stopped_does_not_keep_its_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GUARD_S", 0.3)
     process = stubborn(tmp_path)
