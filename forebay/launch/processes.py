@@ -80,9 +80,10 @@ class Process:
             # The guard kills for as long as anything lives; only a process stuck in the kernel outlasts this.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(grace_s + GUARD_S)
-        if self._popen.poll() is None:
-            self._popen.kill()  # a guard that is stopped; `poll` ends what it leaves
-        if self.wait(GUARD_S) is None:
+        stuck = self._popen.poll() is None
+        if stuck:
+            self._popen.kill()  # a guard that is stopped, perhaps; `poll` ends what it leaves
+        if self.wait(GUARD_S) is None or (stuck and _marked(self._mark)):
             raise RunError(f"{self.name} (pid {self.pid}) does not end, not even by SIGKILL; look at it with ps")
 
     def log_tail(self, lines: int = 20) -> str:
