@@ -9,8 +9,10 @@ Invariants:
 
 import asyncio
 import hashlib
+import itertools
 import json
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -45,6 +47,10 @@ BACK_OUT_S = 10.0
 HEALTH_S = 5.0
 HEALTH_EVERY_S = 1.0
 """How often an engine that takes new weights is asked whether it lives."""
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.005, 0.2
+"""Between two questions whether a snapshot is ready."""
+SOONER = 0.95
+"""Share of what the last one took before the first question: what took longer by chance gets shorter again."""
 STREAM_INTERVAL = 16
 """Tokens of a response in one chunk: what an engine's death loses of each response, and costs no throughput."""
 REQUEST_FIELDS: Mapping[str, Any] = {"logprobs": 0, "detokenize": False, "stream_interval": STREAM_INTERVAL}
@@ -67,6 +73,7 @@ class VllmEngine:
         self._running: set[Response] = set()
         self._kept_caches: set[int] = set()
         self._tokens = self._prompts = 0
+        self._staging_s = SHORTEST_WAIT_S
         self._watchdog = Watchdog(config.generation.stall_timeout_s, self._stalled)
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -283,10 +290,10 @@ class VllmEngine:
                 timer.reschedule(0)
 
     async def _refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
-        await self._post("/start_weight_update")
+        await self._begin(snapshot)
         swapping = done = False
         try:
-            await self._stage(snapshot)
+            await self._staged()
             swapping = True
             record = await self._swap(snapshot, mode)
             done = True
@@ -298,13 +305,34 @@ class VllmEngine:
                 await self._back_out()
         return record
 
+    async def _begin(self, snapshot: Snapshot) -> None:
+        update = {
+            "path": snapshot.path,
+            "version": snapshot.version,
+            "manifest_sha256": snapshot.manifest_sha256,
+        }
+        await self._call("POST", "/collective_rpc", {"method": engine_core.STAGE, "kwargs": {"update": update}})
+
+    async def _staged(self) -> None:
+        """Until the snapshot is ready. Asks first when the last one was: every question costs the engine time."""
+        begin = time.monotonic()
+        for wait_s in itertools.chain([self._staging_s], _longer_and_longer()):
+            await asyncio.sleep(wait_s)
+            answer = await self._call("POST", "/collective_rpc", {"method": "forebay_staging_state"})
+            states = {str(state) for state in answer["results"]}
+            if states == {"staged"}:
+                break
+            if refusals := sorted(states - {"staged", "staging"}):
+                self._fail(refusals[0])
+        self._staging_s = SOONER * (time.monotonic() - begin)
+
     async def _swap(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
         # Before the swap: its first tokens may be here before its answer is.
         (self._kept_caches.add if mode == "in_place" else self._kept_caches.discard)(snapshot.version)
         discarded = sum(len(r.prefix.ids) for r in self._running if not r.finished) if mode == "abort" else 0
         for response in self._running if mode == "abort" else ():
             response.dismissed = True
-        call = {"method": engine_core.METHOD, "kwargs": {"mode": mode, "version": str(snapshot.version)}}
+        call = {"method": engine_core.REFRESH, "kwargs": {"mode": mode, "version": str(snapshot.version)}}
         with self._watchdog.halt():
             answer = await self._call("POST", "/collective_rpc", call)
         (record,) = answer["results"]
@@ -320,25 +348,6 @@ class VllmEngine:
         except (EngineFailure, TimeoutError):
             self._broken = "it did not come back from a refresh that failed; restart this engine"
             raise
-
-    async def _stage(self, snapshot: Snapshot) -> None:
-        update = {
-            "action": "stage",
-            "path": snapshot.path,
-            "version": snapshot.version,
-            "manifest_sha256": snapshot.manifest_sha256,
-        }
-        await self._post("/update_weights", {"update_info": update})
-        wait_s = 0.005
-        while True:
-            answer = await self._call("POST", "/collective_rpc", {"method": "forebay_staging_state"})
-            states = {str(state) for state in answer["results"]}
-            if states == {"staged"}:
-                return
-            if refusals := sorted(states - {"staged", "staging"}):
-                self._fail(refusals[0])
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, 0.2)
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         await self._call("POST", path, body)
@@ -369,6 +378,11 @@ class VllmEngine:
 
     def _fail(self, what: str, responses: Sequence[Response] = ()) -> NoReturn:
         raise EngineFailure(f"engine {self.name} at {self.url}: {what}", [r.sample() for r in responses])
+
+
+def _longer_and_longer() -> Iterator[float]:
+    """Seconds between two questions."""
+    return (min(SHORTEST_WAIT_S * 2**times, LONGEST_WAIT_S) for times in itertools.count())
 
 
 async def _all(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:

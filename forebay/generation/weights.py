@@ -134,8 +134,8 @@ def _check_tensors(tensors: list[tuple[str, torch.Tensor]], entries: dict[str, A
 
 
 class SnapshotEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
-    """vLLM's side of `VllmEngine.refresh`: start, update(stage), [staging_state ...], then update(swap) and finish by
-    `forebay.generation.engine_core.refresh`."""
+    """vLLM's side of `VllmEngine.refresh`: start and update(stage) by `forebay.generation.engine_core.stage`, then
+    [staging_state ...], then update(swap) and finish by `forebay.generation.engine_core.refresh`."""
 
     init_info_cls = SnapshotInit
     update_info_cls = SnapshotUpdate

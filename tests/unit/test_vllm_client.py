@@ -276,26 +276,28 @@ class FakeServer:
 
     def __init__(self, fails_at: str = "", states: tuple[str, ...] = ("staging", "staged")) -> None:
         self.calls: list[str] = []
+        self.times: list[float] = []
         self.fails_at = fails_at
         self.states = list(states)
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content) if request.content else {}
-        name = request.url.path.strip("/") + ":" + body.get("update_info", {}).get("action", "")
-        if body.get("method") == "forebay_refresh":
+        name = body.get("method", "") or request.url.path.strip("/")
+        if name == "forebay_refresh":
             name = "swap:{mode}:{version}".format(**body["kwargs"])
         self.calls.append(name)
+        self.times.append(time.monotonic())
         if name == self.fails_at:
             return httpx.Response(500, json={"error": {"message": "broken"}})
         if name.startswith("swap"):
             record = {"pause_s": 0.004, "tokens_recomputed": 17, "tokens_discarded": 5}
             return httpx.Response(200, json={"results": [record]})
-        if name == "collective_rpc:":
+        if name == "forebay_staging_state":
             return httpx.Response(200, json={"results": [self.states.pop(0) if self.states else "staging"]})
         return httpx.Response(200, json={})
 
 
-STAGING = ["start_weight_update:", "update_weights:stage", "collective_rpc:", "collective_rpc:"]
+STAGING = ["forebay_stage", "forebay_staging_state", "forebay_staging_state"]
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort", "drain"])
@@ -304,6 +306,20 @@ def test_refresh_stages_then_swaps_in_one_call(mode: RefreshMode) -> None:
     record = asyncio.run(engine_with(server).refresh(SNAPSHOT, mode))
     assert server.calls == [*STAGING, f"swap:{mode}:4"]
     assert record == RefreshRecord(4, 0.004, 17, 5)
+
+
+def test_the_next_staging_is_asked_about_when_the_last_one_was_done() -> None:
+    """It took 5 + 5 + 10 + 20 + 40 ms or more; a single question comes that late the next time."""
+    server = FakeServer(states=(*["staging"] * 4, "staged", "staged"))
+
+    async def story() -> None:
+        engine = engine_with(server)
+        await engine.refresh(SNAPSHOT, "retract")
+        await engine.refresh(SNAPSHOT, "retract")
+
+    asyncio.run(story())
+    assert server.calls[-3:] == ["forebay_stage", "forebay_staging_state", "swap:retract:4"]
+    assert server.times[-2] - server.times[-3] > 0.95 * 0.08
 
 
 @pytest.mark.parametrize(("mode", "stale"), [("retract", False), ("in_place", True)])
@@ -332,7 +348,7 @@ def test_refused_snapshot_never_pauses() -> None:
     engine = engine_with(server)
     with pytest.raises(EngineFailure, match="bad digest"):
         asyncio.run(engine.refresh(SNAPSHOT, "retract"))
-    assert server.calls == [*STAGING, "finish_weight_update:"]
+    assert server.calls == [*STAGING, "finish_weight_update"]
 
 
 def test_staging_that_never_ends_names_the_engine_and_goes_on() -> None:
@@ -340,7 +356,7 @@ def test_staging_that_never_ends_names_the_engine_and_goes_on() -> None:
     with pytest.raises(EngineFailure, match=r"engine-0.*version 4 was not done within 0\.3 s"):
         asyncio.run(engine_with(server, IMPATIENT).refresh(SNAPSHOT, "retract"))
     assert "swap:retract:4" not in server.calls
-    assert server.calls[-1] == "finish_weight_update:"
+    assert server.calls[-1] == "finish_weight_update"
 
 
 def test_half_a_swap_puts_the_engine_out_of_use_until_reset() -> None:
