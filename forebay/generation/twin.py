@@ -5,13 +5,15 @@ Invariants:
 - A twin never computes anything; it shares with the model all that is not weights.
 """
 
+import math
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
-from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
 PACKED = "cpu_linear"
@@ -50,9 +52,18 @@ def possible(model_config: Any) -> bool:
 
 @torch.no_grad()
 def make_twin(model: Any, model_config: Any, tensors: list[tuple[str, torch.Tensor]]) -> Any:
-    """A model of the same structure with the weights of `tensors`, ready to `exchange`."""
+    """A model of the same structure, loaded from `tensors` as a server loads its own at its start, ready to `exchange`.
+    Raises `ValueError` if a tensor is left over or a weight is not reached."""
     twin = _clone(model, {})
-    load(twin, model_config, tensors)
+    remaining = iter(tensors)
+    twin.load_weights(remaining)
+    left_out = [name for name, weight in twin.named_parameters() if bool(torch.isnan(weight).any())]
+    if left_out or next(remaining, None) is not None:
+        raise ValueError(f"load_weights left out {left_out[:3] or 'tensors'}")
+    process_weights_after_loading(twin, model_config, torch.device("cpu"))
+    for (name, module), other in zip(model.named_modules(), twin.modules(), strict=True):
+        if module._parameters.keys() != other._parameters.keys():
+            raise ValueError(f"module {name} has other weights after loading than it was served with")
     return twin
 
 
@@ -71,23 +82,31 @@ def exchange(model: Any, twin: Any) -> None:
 
 
 def _clone(module: Any, known: dict[int, Any]) -> Any:
-    """Modules and weights are new (shared ones stay shared), every other attribute is the original's."""
+    """Modules and weights are new (shared ones stay shared), every other attribute is the original's. The weights are
+    as before loading, and not a number."""
     if id(module) in known:
         return known[id(module)]
     twin = known[id(module)] = module.__class__.__new__(module.__class__)
     twin.__dict__ = vars(module).copy()
     if MOE_KERNEL in twin.__dict__:
-        # vLLM 0.32 packs experts for the CPU only where they have no kernel yet; a reload would leave them unpacked.
+        # vLLM 0.32 packs experts for the CPU only where they have no kernel yet.
         twin.__dict__[MOE_KERNEL] = None
-    twin._parameters = {name: _clone_tensor(value, known) for name, value in module._parameters.items()}
+    unloaded = module._parameters | layerwise.get_layerwise_info(module).restore_metadata[0]
+    twin._parameters = {}
+    for name, weight in unloaded.items():
+        key = id(module._parameters.get(name, weight))
+        if key not in known:
+            known[key] = None if weight is None else _blank(weight, twin)
+        twin._parameters[name] = known[key]
     twin._buffers = {name: _clone_tensor(value, known) for name, value in module._buffers.items()}
     twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     twin._modules = {name: child and _clone(child, known) for name, child in module._modules.items()}
-    info = layerwise.get_layerwise_info(module)
-    # Copies: a reload hooks its loaders into these tensors.
-    parameters, buffers = ({name: to_meta_tensor(t) for name, t in part.items()} for part in info.restore_metadata)
-    layerwise.LAYERWISE_INFO[twin] = LayerReloadingInfo((parameters, buffers), info.restore_device)
     return twin
+
+
+def _blank(weight: torch.Tensor, twin: Any) -> torch.Tensor:
+    blank = restore_layer_refs(materialize_meta_tensor(weight), twin)
+    return blank.fill_(math.nan if blank.is_floating_point() else 0)
 
 
 def _clone_tensor(tensor: torch.Tensor | None, known: dict[int, Any]) -> Any:
