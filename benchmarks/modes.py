@@ -11,9 +11,11 @@ Settings, each with bounds of its own:
 - *quickstart*: the profile as it is. On a machine with few cores neither runs alone there: API server, Control Unit and
   reward workers need the same cores, and alone the engine has all of them. So a third bound is shown, *work over
   cores*: the CPU seconds that all processes of the run used per step, over the cores.
-- *own_cores*: engine (with its API server) and trainer each on cores of their own (`OWN_CORES`), refreshed in place:
-  what the project promises to keep near the bound. *own_cores_retract*: the same with the profile's own refresh, whose
-  recomputed caches are not in the bound.
+- *own_cores*: engine (with its API server) and trainer each on cores of their own (`OWN_CORES`), the trainer streaming
+  as is the default (the profile's trainer, which has to share, takes whole batches: a batch that leaves at once lets a
+  batch of new groups in at once, and the engine's decoding steps are by turns too full and too empty), refreshed in
+  place: what the project promises to keep near the bound. *own_cores_retract*: the same with the profile's own
+  refresh, whose recomputed caches are not in the bound.
 - *balanced*: as *own_cores*, with loads that are about equal, where overlap pays most: the quickstart is bound by
   generation, so the trainer gets small micro-batches and keeps no activations (`BALANCED`), which costs it more time
   for the same result. `generate_over_train_balanced` says how near to 1 that is; `--balance` tries something else
@@ -48,7 +50,7 @@ from forebay.telemetry.metrics import read_metrics
 from forebay.train import train
 
 MODES = ("sync", "one_step_off", "fully_async")
-OWN_CORES = ("launch.pin_api_servers=true", "control.refresh=in_place")
+OWN_CORES = ("launch.pin_api_servers=true", "control.refresh=in_place", "training.streaming=auto")
 BALANCED = ("training.micro_batch_tokens=256", "training.activation_checkpointing=true")
 EDGE = 3
 """Steps left out at either end."""
