@@ -8,7 +8,6 @@ Invariants:
 """
 
 import asyncio
-import hashlib
 import itertools
 import json
 import time
@@ -32,12 +31,11 @@ from forebay.control.types import (
     Snapshot,
 )
 from forebay.generation import engine_core
+from forebay.generation.bodies import SEEDS_PER_REQUEST, body_of, seed_of_continuation
 from forebay.generation.images import Encoder
 from forebay.generation.responses import BadChunk, Response, error_message, error_text
 from forebay.generation.watchdog import Watchdog
 
-SEEDS_PER_REQUEST = 4096
-"""vLLM gives child i of a request the seed + i; so far apart, two requests share no seed."""
 KEEPALIVE_S = 2.0
 """Less than the 5 s after which the server closes idle connections."""
 REFUSED = frozenset({400, 413, 422})
@@ -51,9 +49,6 @@ SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.005, 0.2
 """Between two questions whether a snapshot is ready."""
 SOONER = 0.95
 """Share of what the last one took before the first question: what took longer by chance gets shorter again."""
-STREAM_INTERVAL = 16
-"""Tokens of a response in one chunk: what an engine's death loses of each response, and costs no throughput."""
-REQUEST_FIELDS: Mapping[str, Any] = {"logprobs": 0, "detokenize": False, "stream_interval": STREAM_INTERVAL}
 _BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _Request = tuple[Mapping[str, Any], Sequence[Response]]
 """The body, and the responses that its choices are."""
@@ -103,7 +98,7 @@ class VllmEngine:
                     [*prompt_ids, *response.prefix.ids],
                     features,
                     budget - len(response.prefix.ids),
-                    _seed_of_continuation(base + place, len(response.prefix.ids)),
+                    seed_of_continuation(base + place, len(response.prefix.ids)),
                     [response],
                 )
                 for place, response in enumerate(responses)
@@ -131,7 +126,7 @@ class VllmEngine:
         sampling = {"n": count, "temperature": temperature, "max_tokens": max_tokens}
         if temperature:
             sampling["seed"] = seed * SEEDS_PER_REQUEST % 2**63
-        body = _body(prompt_ids, self._features(prompt_ids, images), sampling)
+        body = body_of(prompt_ids, self._features(prompt_ids, images), sampling)
         await self._sample([(body, responses)], responses)
         return [response.sample() for response in responses]
 
@@ -217,7 +212,7 @@ class VllmEngine:
             "temperature": self._generation.temperature,
             "max_tokens": max_tokens,
         }
-        return _body(token_ids, features, sampling), responses
+        return body_of(token_ids, features, sampling), responses
 
     async def _sample(self, requests: Sequence[_Request], responses: Sequence[Response]) -> None:
         """Do all requests at the same time; raises as `generate` does."""
@@ -394,13 +389,3 @@ async def _all(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _body(token_ids: Sequence[int], features: Mapping[str, Any], sampling: Mapping[str, Any]) -> Mapping[str, Any]:
-    sampling_params = {**REQUEST_FIELDS, **sampling}
-    return {"token_ids": list(token_ids), **features, "stream": True, "sampling_params": sampling_params}
-
-
-def _seed_of_continuation(seed: int, length: int) -> int:
-    """With the seed of its first part a response would go on with the random numbers of its first part."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {length}".encode()).digest()[:7]) if length else seed
