@@ -17,49 +17,15 @@ Invariants:
 """
 
 import math
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
-from forebay.control.groups import Group
-from forebay.control.types import EngineLoad, RefreshMode, Sample, VersionSpan
+from forebay.control.types import EngineLoad, RefreshMode, Sample
 from forebay.simulation.model import EngineModel
-
-_ids = cache(range)  # stands for the ids of so many tokens; one for all the responses of a length
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A group on an engine."""
-
-    group: Group
-    attempt: int
-    samples: list[Sample]
-    """What is known of each response: its prefix, and when it has ended the whole."""
-    unfinished: int
-    prefilled: bool = False
-    """Whether its prompt has been computed here."""
-
-
-@dataclass(slots=True, eq=False)
-class Response:
-    """One response on its way."""
-
-    job: Job
-    place: int
-    prompt_tokens: int
-    length: int
-    done: int = 0
-    """Tokens decoded before it was admitted last: computed again then, with the prompt."""
-    spans: tuple[VersionSpan, ...] = ()
-    """Of these."""
-    start: int = field(init=False)
-    """Step at which it was admitted last, which was the engine's admission number `serial`."""
-    serial: int = field(init=False)
-    era: int = field(init=False)
-    """Entry of the version history at that time."""
+from forebay.simulation.responses import Change, Job, Response, Swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +44,6 @@ class Usage:
     """Prompt and response tokens computed again, after a refresh or a preemption."""
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """The engine has taken new weights."""
-
-    version: int
-    began: float
-    answered: float
-    """It serves the new version and says so; tokens to compute again are computed afterwards."""
-    tokens_recomputed: int
-    aborted: Sequence[Job]
-    """Groups ended unfinished; `Job.samples` has what there is of them."""
-    tokens_discarded: int
-
-
 @dataclass(slots=True, eq=False)
 class Engine:
     """See the module's text. Slots, since many engines take turns in the processor's cache."""
@@ -105,14 +57,13 @@ class Engine:
     _active: int = 0
     _resident: int = 0  # KV tokens of the active responses
     _ahead: int = 0  # steps from `time` to `due`
-    _serial: int = 0
+    _turn: int = 0  # responses admitted at this step
     # The next to end is the last, of several the one that came first: a bisection puts one in, none takes it out.
     _running: list[Response] = field(default_factory=list)
-    _ends: list[int] = field(default_factory=list)  # of these, the steps, negative
+    _ends: "array[int]" = field(default_factory=lambda: array("q"))  # of these, the steps, negative
     _waiting: deque[Response] = field(default_factory=deque)
     _refresh: tuple[RefreshMode, int] | None = None
-    _history: list[tuple[int, int, bool]] = field(default_factory=lambda: [(0, 0, False)])  # step, version, cache kept
-    _era: int = 0  # its last entry
+    _history: list[Change] = field(default_factory=lambda: [Change(0, 0, False)])
     _decoded: int = 0  # tokens, as the next two
     _padding: int = 0
     _prompts: int = 0
@@ -145,6 +96,11 @@ class Engine:
         for response in [response for response in self._running if response.job is job]:
             self._take_out(response)
         self._waiting = deque(response for response in self._waiting if response.job is not job)
+        job.ended.clear()
+
+    def close(self, job: Job) -> tuple[Sample, ...]:
+        """All responses of this group have ended: its samples, once."""
+        return job.close(self._history)
 
     def fire(self) -> list[Response]:
         """Do what is due; returns the responses that have ended, `swap` says whether new weights came."""
@@ -187,7 +143,7 @@ class Engine:
         advanced = sum(map(self._advance, self._running))
         return EngineLoad(
             active=len(held),
-            context=sum(response.prompt_tokens + response.done for response in held) + advanced,
+            context=sum(response.job.prompt_tokens + response.done for response in held) + advanced,
             tokens=self._decoded - self._padding - padding,
             prompts=self._prompts,
         )
@@ -223,7 +179,8 @@ class Engine:
             return
         self._filled += active * seconds
         grown = steps * active
-        self._clock += steps
+        if steps:
+            self._clock, self._turn = self._clock + steps, 0
         self._resident += grown
         self._decoded += grown
 
@@ -256,10 +213,10 @@ class Engine:
             response = waiting[0]
             if self._bounded and self._active:
                 # Its tokens, and one more of each active response.
-                growth = response.prompt_tokens + response.done + self._active + 1
+                growth = response.job.prompt_tokens + response.done + self._active + 1
                 if self._resident + growth > self.model.kv_tokens:
                     break
-            self._start(waiting.popleft(), self._clock + response.length - response.done)
+            self._start(waiting.popleft(), self._clock + response.ids.stop - response.done)
 
     def _admit_padded(self) -> None:
         """A static batch, once the one before is done; its whole rectangle has to fit the KV cache."""
@@ -269,8 +226,8 @@ class Engine:
         contexts = rest = 0
         while self._waiting and len(chosen) < self.model.slots:
             response = self._waiting[0]
-            longest = max(rest, response.length - response.done)
-            wider = contexts + response.prompt_tokens + response.done
+            longest = max(rest, response.ids.stop - response.done)
+            wider = contexts + response.job.prompt_tokens + response.done
             if chosen and wider + (len(chosen) + 1) * longest > self.model.kv_tokens:
                 break
             contexts, rest = wider, longest
@@ -280,19 +237,19 @@ class Engine:
             self._start(response, end)
 
     def _start(self, response: Response, end: int) -> None:
-        self._serial += 1
-        response.serial, response.start, response.era = self._serial, self._clock, self._era
+        response.start, response.turn, response.era = self._clock, self._turn, len(self._history) - 1
+        self._turn += 1
         place = bisect_left(self._ends, -end)
         self._ends.insert(place, -end)
         self._running.insert(place, response)
         self._active += 1
-        self._resident += response.prompt_tokens + response.done
+        self._resident += response.job.prompt_tokens + response.done
         if response.done or not response.job.prefilled:
             self._compute(response)
 
     def _compute(self, response: Response) -> None:
         """The KV cache of its tokens so far, and of the prompt, unless another response of its group has done that."""
-        computed = response.prompt_tokens + response.done
+        computed = response.job.prompt_tokens + response.done
         if response.done:
             self._recomputed += computed
         else:
@@ -307,14 +264,12 @@ class Engine:
         while ends and ends[-1] >= now:
             ends.pop()
             response = self._running.pop()
-            length = response.length
             if self.model.padded:
                 self._leave(response)
             else:
                 self._active -= 1
-                self._resident -= response.prompt_tokens + length
-            ids = _ids(length)
-            response.job.samples[response.place] = Sample(ids, ids, self._spans(response, length), "stop")
+                self._resident -= response.job.prompt_tokens + response.ids.stop
+            response.job.ended.append(response)
             finished.append(response)
         return finished
 
@@ -328,32 +283,32 @@ class Engine:
         """Give slot and KV cache up."""
         steps = self._clock - response.start
         self._active -= 1
-        self._resident -= response.prompt_tokens + response.done + steps
+        self._resident -= response.job.prompt_tokens + response.done + steps
         if self.model.padded:
             self._padding += steps - self._advance(response)
 
     def _preempt(self) -> None:
         """The youngest give their KV cache up until the others can go on."""
         while self._active > 1 and self._resident + self._active > self.model.kv_tokens:
-            response = max(self._running, key=lambda response: response.serial)
+            response = max(self._running, key=_turn)
             self._take_out(response)
             tokens = response.done + self._advance(response)
-            self._preempted += response.prompt_tokens + tokens
-            response.spans = self._spans(response, tokens)
+            self._preempted += response.job.prompt_tokens + tokens
+            response.spans = response.versions(tokens, self._history)
             response.done = tokens
             self._waiting.appendleft(response)
 
     def _advance(self, response: Response) -> int:
         """Tokens of a running response since its admission; a padded one gets no more than its length."""
-        return min(self._clock - response.start, response.length - response.done)
+        return min(self._clock - response.start, response.ids.stop - response.done)
 
     # ---- versions
 
     def _take_weights(self, mode: RefreshMode, version: int) -> Swap:
         began, recomputed = self.time, 0
-        aborted, discarded = self._abort() if mode == "abort" else ((), 0)
-        self._history.append((self._clock, version, mode == "in_place"))
-        self._era += 1
+        aborted = self._abort() if mode == "abort" else []
+        discarded = sum(len(sample.ids) for _, samples in aborted for sample in samples)
+        self._history.append(Change(self._clock, version, mode == "in_place"))
         self._stand(self.model.pause_s)
         answered = self.time
         if mode == "retract":
@@ -364,37 +319,23 @@ class Engine:
         self._paused_until = self.time
         return Swap(version, began, answered, recomputed, aborted, discarded)
 
-    def _abort(self) -> tuple[Sequence[Job], int]:
-        """(groups that are here, response tokens of all their responses); the engine is empty then."""
-        held = [*sorted(self._running, key=lambda response: response.serial), *self._waiting]
+    def _abort(self) -> list[tuple[Job, tuple[Sample, ...]]]:
+        """The groups that are here, with what there is of them; the engine is empty then."""
+        held = [*sorted(self._running, key=_turn), *self._waiting]
         for response in self._running:
-            tokens = response.done + self._advance(response)
-            self._padding += self._clock - response.start - self._advance(response)
-            response.spans = self._spans(response, tokens)
-            response.done = tokens
+            advance = self._advance(response)
+            self._padding += self._clock - response.start - advance
+            response.spans = response.versions(response.done + advance, self._history)
+            response.done += advance
+        jobs: dict[int, tuple[Job, list[Response]]] = {}
         for response in held:
-            ids = _ids(response.done)
-            response.job.samples[response.place] = Sample(ids, ids, response.spans, None)
-        jobs = {id(response.job): response.job for response in held}
-        self._ends.clear()
-        self._running.clear()
+            jobs.setdefault(id(response.job), (response.job, []))[1].append(response)
+        self._running, self._ends = [], array("q")
         self._waiting.clear()
         self._active = self._resident = 0
-        return list(jobs.values()), sum(len(sample.ids) for job in jobs.values() for sample in job.samples)
+        return [(job, job.close(self._history, partials)) for job, partials in jobs.values()]
 
-    def _spans(self, response: Response, tokens: int) -> tuple[VersionSpan, ...]:
-        """Of the first tokens of a running response."""
-        era, begin, spans, kept = response.era, response.done, response.spans, False
-        shift, version = begin - response.start, self._history[era][1]
-        if spans and spans[-1].version == version and not spans[-1].stale_cache:
-            begin, spans = spans[-1].start, spans[:-1]  # it goes on where it was interrupted
-        if era != self._era:
-            for first, newer, keeps in self._history[era + 1 :]:
-                end = first + shift
-                if end >= tokens:
-                    break
-                if end > begin:
-                    spans += (VersionSpan(version, begin, end, kept),)
-                    begin = end
-                version, kept = newer, keeps
-        return (*spans, VersionSpan(version, begin, tokens, kept)) if begin < tokens else spans
+
+def _turn(response: Response) -> tuple[int, int]:
+    """By which running responses are in the order of their admission."""
+    return response.start, response.turn

@@ -23,12 +23,13 @@ from forebay.control.ledger import Entry
 from forebay.control.open_groups import FRUITLESS
 from forebay.control.recorder import Recorder
 from forebay.control.source import Minibatch, scheduled
-from forebay.control.types import NOTHING, Prompt, RefreshRecord
+from forebay.control.types import Prompt, RefreshRecord, Sample
 from forebay.control.unit import QUEUE_PERIOD_S
 from forebay.errors import RunError
-from forebay.simulation.engine import Engine, Job, Response, Swap
+from forebay.simulation.engine import Engine
 from forebay.simulation.model import Scenario, Workload
 from forebay.simulation.progress import Progress
+from forebay.simulation.responses import Job, Response, Swap
 from forebay.simulation.result import SimulationResult, Statistics
 from forebay.simulation.trainer import Phase, Trainer
 
@@ -71,6 +72,9 @@ class Simulation:
         self._scenario = scenario
         self._engines = [Engine(scenario.engine) for _ in range(scenario.engines)]
         self._refresh_began = [0.0] * scenario.engines
+        self._ids = [
+            range(length) for length in range(int(scenario.workload.lengths.max()) + 1)
+        ]  # one for all of a length
         self._statistics = Statistics(scenario, self._engines)
         source = scheduled(_Prompts(scenario), scenario.seed, scenario.sorted_steps)
         # Steps that are never reached keep the pipeline full to the end.
@@ -153,18 +157,13 @@ class Simulation:
     def _responses(self, group: Group) -> list[Response]:
         """What is asked of an engine for a group: each response from its prefix on, unless that is finished."""
         lengths = self._scenario.workload.lengths[_row(group.prompt)].tolist()
-        prompt_tokens = len(group.prompt.ids)
+        wholes, prompt_tokens = [self._ids[length] for length in lengths], len(group.prompt.ids)
         if not group.samples:
-            job = Job(group, group.attempts, [NOTHING] * len(lengths), len(lengths))
-            return [Response(job, place, prompt_tokens, length) for place, length in enumerate(lengths)]
-        job = Job(group, group.attempts, list(group.samples), 0)
-        responses = [
-            Response(job, place, prompt_tokens, lengths[place], len(prefix.ids), prefix.versions)
-            for place, prefix in enumerate(group.samples)
-            if prefix.finish_reason is None
-        ]
-        job.unfinished = len(responses)
-        return responses
+            job = Job(group, group.attempts, prompt_tokens, len(wholes))
+            return [Response(job, place, ids) for place, ids in enumerate(wholes)]
+        begun = [(place, prefix) for place, prefix in enumerate(group.samples) if prefix.finish_reason is None]
+        job = Job(group, group.attempts, prompt_tokens, len(begun))
+        return [Response(job, place, wholes[place], len(prefix.ids), prefix.versions) for place, prefix in begun]
 
     # ---- what happens
 
@@ -186,20 +185,20 @@ class Simulation:
             job.unfinished -= 1
             if not job.unfinished:
                 complete.append(job)
-            elif self._controller.sample_finished(job.group.group_id, job.attempt, response.length):
+            elif self._controller.sample_finished(job.group.group_id, job.attempt, response.ids.stop):
                 opens = True
         if engine.swap is not None:
             self._swapped(index, engine.swap)
             opens = True
         for job in complete:
-            self._generated(job)
+            self._generated(job, engine.close(job))
         if opens and not complete:
             self._pump()
 
-    def _generated(self, job: Job) -> None:
+    def _generated(self, job: Job, samples: tuple[Sample, ...]) -> None:
         group, self._late = job.group, 0
         self._progress.groups += 1
-        self._controller.generated(group.group_id, job.attempt, tuple(job.samples))
+        self._controller.generated(group.group_id, job.attempt, samples)
         if self._recorder:
             self._recorder.generated(group)
         self._pump()
@@ -260,8 +259,8 @@ class Simulation:
         self._expect(index, engine.due)
 
     def _swapped(self, index: int, swap: Swap) -> None:
-        for job in swap.aborted:
-            self._controller.aborted(job.group.group_id, job.attempt, job.samples)
+        for job, partials in swap.aborted:
+            self._controller.aborted(job.group.group_id, job.attempt, partials)
         self._at(swap.answered, self._refreshed, index, swap)
 
     def _refreshed(self, index: int, swap: Swap) -> None:

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.control.types import NOTHING
-from forebay.simulation.engine import Engine, Job, Response
+from forebay.control.groups import Group, Stage
+from forebay.simulation.engine import Engine
 from forebay.simulation.model import EngineModel
+from forebay.simulation.responses import Job, Response
 from tests.support.brute_force_engine import BruteForceEngine, Refresh, Request
 
 MODES = ("retract", "in_place", "abort", "drain")
@@ -17,11 +18,13 @@ MODES = ("retract", "in_place", "abort", "drain")
 def play(model, requests, refreshes):
     """Drive an engine through the same story; (when each response ended or None, its sample, the engine)."""
     engine = Engine(model)
-    jobs, responses, ended = {}, [], [None] * len(requests)
+    jobs, responses, ended, samples = {}, [], [None] * len(requests), {}
     for request in requests:
-        job = jobs.setdefault(request.group, Job(None, 1, [], 0))
-        responses.append(Response(job, len(job.samples), request.prompt, request.length))
-        job.samples.append(NOTHING)
+        group = Group(request.group, None, 0, Stage.GENERATING)
+        job = jobs.setdefault(request.group, Job(group, 1, request.prompt, 0))
+        responses.append(Response(job, job.unfinished, range(request.length)))
+        job.group.size += 1
+        job.unfinished += 1
     coming, pending, answered, refreshing = list(range(len(requests))), list(refreshes), 0.0, False
     while True:
         events = [(engine.due, 2)]
@@ -43,10 +46,13 @@ def play(model, requests, refreshes):
         else:
             for response in engine.fire():
                 ended[responses.index(response)] = now
+                response.job.unfinished -= 1
+                if not response.job.unfinished:
+                    samples[response.job] = engine.close(response.job)
             if engine.swap is not None:
                 refreshing, answered = False, engine.swap.answered
-    samples = [response.job.samples[response.place] for response in responses]
-    return ended, samples, engine
+                samples |= engine.swap.aborted
+    return ended, [samples[response.job][response.place] for response in responses], engine
 
 
 def moments(least, most, root):
