@@ -64,6 +64,7 @@ class Engine:
     _waiting: deque[Response] = field(default_factory=deque)
     _refresh: tuple[RefreshMode, int] | None = None
     _history: list[Change] = field(default_factory=lambda: [Change(0, 0, False)])
+    _era: int = 0  # its last entry
     _decoded: int = 0  # tokens, as the next two
     _padding: int = 0
     _prompts: int = 0
@@ -73,10 +74,12 @@ class Engine:
     _paused_until: float = 0.0
     _preempted: int = 0
     _recomputed: int = 0
+    _padded: bool = field(init=False)
     _bounded: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self._bounded = self.model.kv_tokens != math.inf and not self.model.padded
+        self._padded = self.model.padded
+        self._bounded = self.model.kv_tokens != math.inf and not self._padded
 
     # ---- what the owner does
 
@@ -112,7 +115,7 @@ class Engine:
         if self._refresh is not None and (self._refresh[0] != "drain" or self.is_empty):
             self.swap = self._take_weights(*self._refresh)
             self._refresh = None
-        if self.model.padded:
+        if self._padded:
             self._admit_padded()
         else:
             self._admit()
@@ -210,13 +213,13 @@ class Engine:
         """From the front, as many as find a slot and KV room."""
         waiting, slots = self._waiting, self.model.slots
         while waiting and self._active < slots:
-            response = waiting[0]
             if self._bounded and self._active:
                 # Its tokens, and one more of each active response.
-                growth = response.job.prompt_tokens + response.done + self._active + 1
+                growth = waiting[0].job.prompt_tokens + waiting[0].done + self._active + 1
                 if self._resident + growth > self.model.kv_tokens:
                     break
-            self._start(waiting.popleft(), self._clock + response.ids.stop - response.done)
+            response = waiting.popleft()
+            self._start(response, self._clock + response.ids.stop - response.done)
 
     def _admit_padded(self) -> None:
         """A static batch, once the one before is done; its whole rectangle has to fit the KV cache."""
@@ -237,14 +240,15 @@ class Engine:
             self._start(response, end)
 
     def _start(self, response: Response, end: int) -> None:
-        response.start, response.turn, response.era = self._clock, self._turn, len(self._history) - 1
+        job, ends = response.job, self._ends
+        response.start, response.turn, response.era = self._clock, self._turn, self._era
         self._turn += 1
-        place = bisect_left(self._ends, -end)
-        self._ends.insert(place, -end)
+        place = bisect_left(ends, -end)
+        ends.insert(place, -end)
         self._running.insert(place, response)
         self._active += 1
-        self._resident += response.job.prompt_tokens + response.done
-        if response.done or not response.job.prefilled:
+        self._resident += job.prompt_tokens + response.done
+        if response.done or not job.prefilled:
             self._compute(response)
 
     def _compute(self, response: Response) -> None:
@@ -260,16 +264,17 @@ class Engine:
     def _finish(self) -> list[Response]:
         """Take out those whose step has come."""
         finished: list[Response] = []
-        ends, now = self._ends, -self._clock
+        ends, running, now = self._ends, self._running, -self._clock
         while ends and ends[-1] >= now:
             ends.pop()
-            response = self._running.pop()
-            if self.model.padded:
+            response = running.pop()
+            job = response.job
+            if self._padded:
                 self._leave(response)
             else:
                 self._active -= 1
-                self._resident -= response.job.prompt_tokens + response.ids.stop
-            response.job.ended.append(response)
+                self._resident -= job.prompt_tokens + response.ids.stop
+            job.ended.append(response)
             finished.append(response)
         return finished
 
@@ -284,7 +289,7 @@ class Engine:
         steps = self._clock - response.start
         self._active -= 1
         self._resident -= response.job.prompt_tokens + response.done + steps
-        if self.model.padded:
+        if self._padded:
             self._padding += steps - self._advance(response)
 
     def _preempt(self) -> None:
@@ -309,6 +314,7 @@ class Engine:
         aborted = self._abort() if mode == "abort" else []
         discarded = sum(len(sample.ids) for _, samples in aborted for sample in samples)
         self._history.append(Change(self._clock, version, mode == "in_place"))
+        self._era += 1
         self._stand(self.model.pause_s)
         answered = self.time
         if mode == "retract":

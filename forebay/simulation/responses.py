@@ -6,8 +6,9 @@ Invariants:
   of the thousands of responses under way there is little.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from forebay.control.groups import Group
@@ -24,6 +25,9 @@ class Change(NamedTuple):
 
 
 History = Sequence[Change]
+
+# What `VersionSpan(...)` does, in half the time: every response has one or more.
+_span: Callable[[tuple[int, int, int, bool]], VersionSpan] = partial(tuple.__new__, VersionSpan)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,19 +79,20 @@ class Response:
 
     def versions(self, tokens: int, history: History) -> tuple[VersionSpan, ...]:
         """Of the first tokens, which have been decoded."""
-        begin, spans, kept = self.done, self.spans, False
-        shift, version = begin - self.start, history[self.era].version
+        era, begin, spans, kept = self.era, self.done, self.spans, False
+        version = history[era].version
         if spans and spans[-1].version == version and not spans[-1].stale_cache:
             begin, spans = spans[-1].start, spans[:-1]  # it goes on where it was interrupted
-        for first, newer, keeps in history[self.era + 1 :]:
+        shift = self.done - self.start
+        for first, newer, keeps in history[era + 1 :]:
             end = first + shift
             if end >= tokens:
                 break
             if end > begin:
-                spans += (VersionSpan(version, begin, end, kept),)
+                spans += (_span((version, begin, end, kept)),)
                 begin = end
             version, kept = newer, keeps
-        return (*spans, VersionSpan(version, begin, tokens, kept)) if begin < tokens else spans
+        return (*spans, _span((version, begin, tokens, kept))) if begin < tokens else spans
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,24 +101,24 @@ class Statistics:
         """The ledger's sink."""
         if not self.steady:
             return
-        if entry.fate is Fate.TRAINED:
-            self._trained += 1
-            self._age(entry)
-        if entry.fate is Fate.TRAINED or entry.fate is Fate.FILTERED:
-            lengths = [len(sample.ids) for sample in entry.samples]
-            self._groups += 1
-            self._lengths += sum(lengths)
-            self._squares += sum([length * length for length in lengths])
-            self._prompts += len(entry.prompt.ids)
-
-    def _age(self, entry: Entry) -> None:
-        trained = entry.trained_version
-        if trained is None:
+        trained = entry.trained_version if entry.fate is Fate.TRAINED else None
+        if trained is None and entry.fate is not Fate.FILTERED:
             return
         tokens: dict[int, int] = {}  # by version
         for sample in entry.samples:
+            length = len(sample.ids)
+            self._lengths += length
+            self._squares += length * length
             for version, start, end, _ in sample.versions:
                 tokens[version] = tokens.get(version, 0) + end - start
+        self._groups += 1
+        self._prompts += len(entry.prompt.ids)
+        if trained is not None:
+            self._trained += 1
+            self._age(trained, tokens)
+
+    def _age(self, trained: int, tokens: dict[int, int]) -> None:
+        """A group of so many tokens of each version is trained by this one."""
         if tokens:
             self._ages[trained - min(tokens)] += 1
         for version, count in tokens.items():

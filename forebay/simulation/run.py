@@ -72,9 +72,8 @@ class Simulation:
         self._scenario = scenario
         self._engines = [Engine(scenario.engine) for _ in range(scenario.engines)]
         self._refresh_began = [0.0] * scenario.engines
-        self._ids = [
-            range(length) for length in range(int(scenario.workload.lengths.max()) + 1)
-        ]  # one for all of a length
+        # What stands for the tokens of a response; one for all of a length.
+        self._ids = [range(length) for length in range(int(scenario.workload.lengths.max()) + 1)]
         self._statistics = Statistics(scenario, self._engines)
         source = scheduled(_Prompts(scenario), scenario.seed, scenario.sorted_steps)
         # Steps that are never reached keep the pipeline full to the end.
@@ -179,13 +178,13 @@ class Simulation:
         else:
             self._pushed += 1
             heapq.heapreplace(heap, (engine.due, self._pushed, None, index))
-        opens = False
+        opens, sample_finished = False, self._controller.sample_finished
         for response in finished:
             job = response.job
             job.unfinished -= 1
             if not job.unfinished:
                 complete.append(job)
-            elif self._controller.sample_finished(job.group.group_id, job.attempt, response.ids.stop):
+            elif sample_finished(job.group.group_id, job.attempt, response.ids.stop):
                 opens = True
         if engine.swap is not None:
             self._swapped(index, engine.swap)
