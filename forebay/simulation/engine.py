@@ -25,7 +25,11 @@ from dataclasses import dataclass, field
 
 from forebay.control.types import EngineLoad, RefreshMode, Sample
 from forebay.simulation.model import EngineModel
-from forebay.simulation.responses import Change, Job, Response, Swap
+from forebay.simulation.responses import TURNS, Change, Job, Response, Swap
+
+PLACES = 16
+"""Bits of an end that say which response of its group it is; those above are the step."""
+PLACE = (1 << PLACES) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +61,13 @@ class Engine:
     _active: int = 0
     _resident: int = 0  # KV tokens of the active responses
     _ahead: int = 0  # steps from `time` to `due`
-    _turn: int = 0  # responses admitted at this step
+    _moment: int = 0  # of the next admission: the step, and the admissions before it in this step
     # The next to end is the last, of several the one that came first: a bisection puts one in, none takes it out.
-    _running: list[Response] = field(default_factory=list)
-    _ends: "array[int]" = field(default_factory=lambda: array("q"))  # of these, the steps, negative
+    _running: list[Job] = field(default_factory=list)  # for each response
+    _ends: "array[int]" = field(default_factory=lambda: array("q"))  # of these, the step and the place, negative
     _waiting: deque[Response] = field(default_factory=deque)
     _refresh: tuple[RefreshMode, int] | None = None
     _history: list[Change] = field(default_factory=lambda: [Change(0, 0, False)])
-    _era: int = 0  # its last entry
     _decoded: int = 0  # tokens, as the next two
     _padding: int = 0
     _prompts: int = 0
@@ -96,14 +99,13 @@ class Engine:
     def drop(self, now: float, job: Job) -> None:
         """Nobody waits for this group any more: its responses leave at the next boundary."""
         self._stop(now)
-        for response in [response for response in self._running if response.job is job]:
-            self._take_out(response)
-        self._waiting = deque(response for response in self._waiting if response.job is not job)
-        job.ended.clear()
+        for index in reversed([index for index, other in enumerate(self._running) if other is job]):
+            self._take_out(index)
+        self._waiting = deque(response for response in self._waiting if response[0] is not job)
 
-    def close(self, job: Job) -> tuple[Sample, ...]:
-        """All responses of this group have ended: its samples, once."""
-        return job.close(self._history)
+    def samples(self, job: Job) -> tuple[Sample, ...]:
+        """Of a group all of whose responses have ended."""
+        return job.samples(self._history)
 
     def fire(self) -> list[Response]:
         """Do what is due; returns the responses that have ended, `swap` says whether new weights came."""
@@ -141,12 +143,13 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """As a client with no delay would see it."""
-        held = [*self._running, *self._waiting]
-        padding = sum(self._clock - r.start - self._advance(r) for r in self._running)
-        advanced = sum(map(self._advance, self._running))
+        running = self._responses()
+        held = [*running, *self._waiting]
+        padding = sum(self._clock - job.start(place) - self._advance(job, place) for job, place in running)
+        advanced = sum(self._advance(job, place) for job, place in running)
         return EngineLoad(
             active=len(held),
-            context=sum(response.job.prompt_tokens + response.done for response in held) + advanced,
+            context=sum(job.prompt_tokens + job.done(place) for job, place in held) + advanced,
             tokens=self._decoded - self._padding - padding,
             prompts=self._prompts,
         )
@@ -183,7 +186,8 @@ class Engine:
         self._filled += active * seconds
         grown = steps * active
         if steps:
-            self._clock, self._turn = self._clock + steps, 0
+            self._clock += steps
+            self._moment = self._clock << TURNS
         self._resident += grown
         self._decoded += grown
 
@@ -202,7 +206,7 @@ class Engine:
         if not self._ends:
             self._ahead, self.due = 0, math.inf
             return
-        ahead = -self._ends[-1] - self._clock
+        ahead = (-self._ends[-1] >> PLACES) - self._clock
         if self._bounded:
             ahead = min(ahead, int(self.model.kv_tokens - self._resident) // self._active)
         self._ahead, self.due = ahead, self.time + self._seconds(ahead)
@@ -213,13 +217,15 @@ class Engine:
         """From the front, as many as find a slot and KV room."""
         waiting, slots = self._waiting, self.model.slots
         while waiting and self._active < slots:
+            job, place = waiting[0]
+            done = len(job.prefixes[place].ids)
             if self._bounded and self._active:
                 # Its tokens, and one more of each active response.
-                growth = waiting[0].job.prompt_tokens + waiting[0].done + self._active + 1
+                growth = job.prompt_tokens + done + self._active + 1
                 if self._resident + growth > self.model.kv_tokens:
                     break
-            response = waiting.popleft()
-            self._start(response, self._clock + response.ids.stop - response.done)
+            waiting.popleft()
+            self._start(job, place, done, self._clock + job.wholes[place].stop - done)
 
     def _admit_padded(self) -> None:
         """A static batch, once the one before is done; its whole rectangle has to fit the KV cache."""
@@ -228,84 +234,83 @@ class Engine:
         chosen: list[Response] = []
         contexts = rest = 0
         while self._waiting and len(chosen) < self.model.slots:
-            response = self._waiting[0]
-            longest = max(rest, response.ids.stop - response.done)
-            wider = contexts + response.job.prompt_tokens + response.done
+            job, place = self._waiting[0]
+            done = job.done(place)
+            longest = max(rest, job.wholes[place].stop - done)
+            wider = contexts + job.prompt_tokens + done
             if chosen and wider + (len(chosen) + 1) * longest > self.model.kv_tokens:
                 break
             contexts, rest = wider, longest
             chosen.append(self._waiting.popleft())
         end = self._clock + rest
-        for response in chosen:
-            self._start(response, end)
+        for job, place in chosen:
+            self._start(job, place, job.done(place), end)
 
-    def _start(self, response: Response, end: int) -> None:
-        job, ends = response.job, self._ends
-        response.start, response.turn, response.era = self._clock, self._turn, self._era
-        self._turn += 1
-        place = bisect_left(ends, -end)
-        ends.insert(place, -end)
-        self._running.insert(place, response)
+    def _start(self, job: Job, place: int, done: int, end: int) -> None:
+        job.moments[place] = self._moment
+        self._moment += 1
+        index = bisect_left(self._ends, 1 - (end + 1 << PLACES))  # before all of this step
+        self._ends.insert(index, -((end << PLACES) + place))
+        self._running.insert(index, job)
         self._active += 1
-        self._resident += job.prompt_tokens + response.done
-        if response.done or not job.prefilled:
-            self._compute(response)
+        self._resident += job.prompt_tokens + done
+        if done or not job.prefilled:
+            self._compute(job, done)
 
-    def _compute(self, response: Response) -> None:
+    def _compute(self, job: Job, done: int) -> None:
         """The KV cache of its tokens so far, and of the prompt, unless another response of its group has done that."""
-        computed = response.job.prompt_tokens + response.done
-        if response.done:
+        computed = job.prompt_tokens + done
+        if done:
             self._recomputed += computed
         else:
             self._prompts += computed
-        response.job.prefilled = True
+        job.prefilled = True
         self._stand(self.model.prefill_s * computed)
 
     def _finish(self) -> list[Response]:
         """Take out those whose step has come."""
         finished: list[Response] = []
-        ends, running, now = self._ends, self._running, -self._clock
-        while ends and ends[-1] >= now:
-            ends.pop()
-            response = running.pop()
-            job = response.job
+        ends, running, last = self._ends, self._running, 1 - (self._clock + 1 << PLACES)
+        while ends and ends[-1] >= last:
+            job, place = running.pop(), -ends.pop() & PLACE
             if self._padded:
-                self._leave(response)
+                self._leave(job, place)
             else:
                 self._active -= 1
-                self._resident -= job.prompt_tokens + response.ids.stop
-            job.ended.append(response)
-            finished.append(response)
+                self._resident -= job.prompt_tokens + job.wholes[place].stop
+            finished.append((job, place))
         return finished
 
-    def _take_out(self, response: Response) -> None:
-        """Before its end."""
-        place = self._running.index(response)
-        del self._running[place], self._ends[place]
-        self._leave(response)
+    def _responses(self) -> list[Response]:
+        """Those that are running."""
+        return [(job, -end & PLACE) for job, end in zip(self._running, self._ends, strict=True)]
 
-    def _leave(self, response: Response) -> None:
+    def _take_out(self, index: int) -> Response:
+        """Before its end."""
+        job, place = self._running.pop(index), -self._ends.pop(index) & PLACE
+        self._leave(job, place)
+        return job, place
+
+    def _leave(self, job: Job, place: int) -> None:
         """Give slot and KV cache up."""
-        steps = self._clock - response.start
+        steps = self._clock - job.start(place)
         self._active -= 1
-        self._resident -= response.job.prompt_tokens + response.done + steps
+        self._resident -= job.prompt_tokens + job.done(place) + steps
         if self._padded:
-            self._padding += steps - self._advance(response)
+            self._padding += steps - self._advance(job, place)
 
     def _preempt(self) -> None:
         """The youngest give their KV cache up until the others can go on."""
         while self._active > 1 and self._resident + self._active > self.model.kv_tokens:
-            response = max(self._running, key=_turn)
-            self._take_out(response)
-            tokens = response.done + self._advance(response)
-            self._preempted += response.job.prompt_tokens + tokens
-            response.spans = response.versions(tokens, self._history)
-            response.done = tokens
-            self._waiting.appendleft(response)
+            moments = [job.moments[place] for job, place in self._responses()]
+            job, place = self._take_out(moments.index(max(moments)))
+            job.interrupt(place, self._advance(job, place), self._history)
+            self._preempted += job.prompt_tokens + job.done(place)
+            self._waiting.appendleft((job, place))
 
-    def _advance(self, response: Response) -> int:
+    def _advance(self, job: Job, place: int) -> int:
         """Tokens of a running response since its admission; a padded one gets no more than its length."""
-        return min(self._clock - response.start, response.ids.stop - response.done)
+        return min(self._clock - job.start(place), job.wholes[place].stop - job.done(place))
 
     # ---- versions
 
@@ -313,8 +318,7 @@ class Engine:
         began, recomputed = self.time, 0
         aborted = self._abort() if mode == "abort" else []
         discarded = sum(len(sample.ids) for _, samples in aborted for sample in samples)
-        self._history.append(Change(self._clock, version, mode == "in_place"))
-        self._era += 1
+        self._history.append(Change(self._moment, version, mode == "in_place"))
         self._stand(self.model.pause_s)
         answered = self.time
         if mode == "retract":
@@ -327,21 +331,15 @@ class Engine:
 
     def _abort(self) -> list[tuple[Job, tuple[Sample, ...]]]:
         """The groups that are here, with what there is of them; the engine is empty then."""
-        held = [*sorted(self._running, key=_turn), *self._waiting]
-        for response in self._running:
-            advance = self._advance(response)
-            self._padding += self._clock - response.start - advance
-            response.spans = response.versions(response.done + advance, self._history)
-            response.done += advance
-        jobs: dict[int, tuple[Job, list[Response]]] = {}
-        for response in held:
-            jobs.setdefault(id(response.job), (response.job, []))[1].append(response)
+        running = sorted(self._responses(), key=lambda response: response[0].moments[response[1]])
+        held: dict[Job, list[int]] = {}
+        for job, place in [*running, *self._waiting]:
+            held.setdefault(job, []).append(place)
+        for job, place in running:
+            advance = self._advance(job, place)
+            self._padding += self._clock - job.start(place) - advance
+            job.interrupt(place, advance, self._history)
         self._running, self._ends = [], array("q")
         self._waiting.clear()
         self._active = self._resident = 0
-        return [(job, job.close(self._history, partials)) for job, partials in jobs.values()]
-
-
-def _turn(response: Response) -> tuple[int, int]:
-    """By which running responses are in the order of their admission."""
-    return response.start, response.turn
+        return [(job, job.samples(self._history, places)) for job, places in held.items()]

@@ -2,32 +2,38 @@
 
 Invariants:
 - Each token belongs to the version that served when it was decoded.
-- Samples are made when a group leaves an engine, all at once: what is looked at together lies together in memory, and
-  of the thousands of responses under way there is little.
+- A response is no object of its own: an engine holds hundreds, and at every event the processor would wait for some
+  that are not in its cache. It is a place in its group's `Job`, a number for each fact.
+- Samples are made when a group leaves an engine, all at once: so they lie together in memory as well.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from forebay.control.groups import Group
 from forebay.control.types import Sample, VersionSpan
 
+TURNS = 20
+"""Bits of a moment that number the admissions of one decode step; those above are the step."""
 
-class Change(NamedTuple):
-    """An engine's weights from a decode step on."""
+# What `VersionSpan(...)` does, in half the time: every response has one or more.
+_span: Callable[[tuple[int, int, int, bool]], VersionSpan] = partial(tuple.__new__, VersionSpan)
 
-    step: int
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An engine's weights from a moment on, which is a decode step and the admissions before it in that step."""
+
+    moment: int
     version: int
     kept: bool
     """It went on with the KV cache of the version before."""
 
-
-History = Sequence[Change]
-
-# What `VersionSpan(...)` does, in half the time: every response has one or more.
-_span: Callable[[tuple[int, int, int, bool]], VersionSpan] = partial(tuple.__new__, VersionSpan)
+    @property
+    def step(self) -> int:
+        return self.moment >> TURNS
 
 
 @dataclass(slots=True, eq=False)
@@ -37,62 +43,66 @@ class Job:
     group: Group
     attempt: int
     prompt_tokens: int
+    wholes: Sequence[range]
+    """What stands for the tokens of each response once it has ended."""
+    prefixes: Sequence[Sample]
+    """What there was of each when it was admitted last: computed again then, with the prompt."""
+    moments: "array[int]"
+    """When each was admitted last, in the order of admissions."""
     unfinished: int
     """Responses whose end its owner has not heard of."""
     prefilled: bool = False
     """Whether its prompt has been computed here."""
-    ended: list["Response"] = field(default_factory=list)
-    """Those that have, here."""
 
-    def close(self, history: History, partials: Iterable["Response"] = ()) -> tuple[Sample, ...]:
-        """It leaves the engine with a sample for each response, whole if it has ended. `partials`: those that are given
-        up, as far as they are."""
-        samples = list(self.group.prefixes)
-        for response in partials:
-            ids = response.ids[: response.done]
-            samples[response.place] = Sample(ids, ids, response.spans, None)
-        for response in self.ended:
-            ids = response.ids
-            samples[response.place] = Sample(ids, ids, response.versions(ids.stop, history), "stop")
-        self.ended.clear()  # no cycle of references is left: nobody collects them while a simulation lasts
+    def done(self, place: int) -> int:
+        """Tokens of the prefix."""
+        return len(self.prefixes[place].ids)
+
+    def start(self, place: int) -> int:
+        """Step at which it was admitted last."""
+        return self.moments[place] >> TURNS
+
+    def interrupt(self, place: int, advance: int, history: Sequence[Change]) -> None:
+        """It is admitted no longer, and has so many tokens more than before."""
+        tokens = self.done(place) + advance
+        ids = self.wholes[place][:tokens]
+        sample = Sample(ids, ids, self._versions(place, tokens, history), None)
+        self.prefixes = (*self.prefixes[:place], sample, *self.prefixes[place + 1 :])
+
+    def samples(self, history: Sequence[Change], interrupted: Container[int] = ()) -> tuple[Sample, ...]:
+        """Of all responses; they have ended but for those that were interrupted."""
+        samples = []
+        for place, prefix in enumerate(self.prefixes):
+            if prefix.finish_reason is None and place not in interrupted:
+                ids = self.wholes[place]
+                prefix = Sample(ids, ids, self._versions(place, ids.stop, history), "stop")
+            samples.append(prefix)
         return tuple(samples)
 
-
-@dataclass(slots=True, eq=False)
-class Response:
-    """One response on its way."""
-
-    job: Job
-    place: int
-    ids: range
-    """Stands for its tokens, once it has ended."""
-    done: int = 0
-    """Tokens decoded before it was admitted last: computed again then, with the prompt."""
-    spans: tuple[VersionSpan, ...] = ()
-    """Of these."""
-    start: int = field(init=False)
-    """Step at which it was admitted last."""
-    turn: int = field(init=False)
-    """Responses that were admitted before it at that step."""
-    era: int = field(init=False)
-    """Entry of the history at that time."""
-
-    def versions(self, tokens: int, history: History) -> tuple[VersionSpan, ...]:
-        """Of the first tokens, which have been decoded."""
-        era, begin, spans, kept = self.era, self.done, self.spans, False
-        version = history[era].version
+    def _versions(self, place: int, tokens: int, history: Sequence[Change]) -> tuple[VersionSpan, ...]:
+        """Of the first tokens of a response, which have been decoded."""
+        moment, prefix, era = self.moments[place], self.prefixes[place], -1
+        while history[era].moment > moment:
+            era -= 1
+        begin, spans, version, kept = len(prefix.ids), prefix.versions, history[era].version, False
+        shift = begin - (moment >> TURNS)
         if spans and spans[-1].version == version and not spans[-1].stale_cache:
             begin, spans = spans[-1].start, spans[:-1]  # it goes on where it was interrupted
-        shift = self.done - self.start
-        for first, newer, keeps in history[era + 1 :]:
-            end = first + shift
+        while era < -1:
+            era += 1
+            change = history[era]
+            end = (change.moment >> TURNS) + shift
             if end >= tokens:
                 break
             if end > begin:
                 spans += (_span((version, begin, end, kept)),)
                 begin = end
-            version, kept = newer, keeps
+            version, kept = change.version, change.kept
         return (*spans, _span((version, begin, tokens, kept))) if begin < tokens else spans
+
+
+Response = tuple[Job, int]
+"""A group and the place of one of its responses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import gc
 import heapq
 import math
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -23,7 +24,7 @@ from forebay.control.ledger import Entry
 from forebay.control.open_groups import FRUITLESS
 from forebay.control.recorder import Recorder
 from forebay.control.source import Minibatch, scheduled
-from forebay.control.types import Prompt, RefreshRecord, Sample
+from forebay.control.types import NOTHING, Prompt, RefreshRecord, Sample
 from forebay.control.unit import QUEUE_PERIOD_S
 from forebay.errors import RunError
 from forebay.simulation.engine import Engine
@@ -87,6 +88,7 @@ class Simulation:
         self._pushed = 0
         self._late = 0  # attempts in a row that were given up
         self._random = random.Random(scenario.seed)
+        self._nothing = (NOTHING,) * rules.group_size
         self._teaching = (1.0,) + (0.0,) * (rules.group_size - 1)
         self._alike = (0.0,) * rules.group_size
 
@@ -148,7 +150,7 @@ class Simulation:
             asked = self._responses(group)
             responses += asked
             if deadline is not None:
-                self._later(deadline, self._overdue, dispatch.engine, asked[0].job, deadline)
+                self._later(deadline, self._overdue, dispatch.engine, asked[0][0], deadline)
         engine = self._engines[dispatch.engine]
         engine.submit(self.now, responses)
         self._expect(dispatch.engine, engine.due)
@@ -156,13 +158,12 @@ class Simulation:
     def _responses(self, group: Group) -> list[Response]:
         """What is asked of an engine for a group: each response from its prefix on, unless that is finished."""
         lengths = self._scenario.workload.lengths[_row(group.prompt)].tolist()
-        wholes, prompt_tokens = [self._ids[length] for length in lengths], len(group.prompt.ids)
-        if not group.samples:
-            job = Job(group, group.attempts, prompt_tokens, len(wholes))
-            return [Response(job, place, ids) for place, ids in enumerate(wholes)]
-        begun = [(place, prefix) for place, prefix in enumerate(group.samples) if prefix.finish_reason is None]
-        job = Job(group, group.attempts, prompt_tokens, len(begun))
-        return [Response(job, place, wholes[place], len(prefix.ids), prefix.versions) for place, prefix in begun]
+        wholes = tuple([self._ids[length] for length in lengths])
+        prefixes = group.samples or self._nothing
+        places = [place for place, prefix in enumerate(prefixes) if prefix.finish_reason is None]
+        moments = array("q", bytes(8 * len(wholes)))
+        job = Job(group, group.attempts, len(group.prompt.ids), wholes, prefixes, moments, len(places))
+        return [(job, place) for place in places]
 
     # ---- what happens
 
@@ -179,18 +180,17 @@ class Simulation:
             self._pushed += 1
             heapq.heapreplace(heap, (engine.due, self._pushed, None, index))
         opens, sample_finished = False, self._controller.sample_finished
-        for response in finished:
-            job = response.job
+        for job, place in finished:
             job.unfinished -= 1
             if not job.unfinished:
                 complete.append(job)
-            elif sample_finished(job.group.group_id, job.attempt, response.ids.stop):
+            elif sample_finished(job.group.group_id, job.attempt, job.wholes[place].stop):
                 opens = True
         if engine.swap is not None:
             self._swapped(index, engine.swap)
             opens = True
         for job in complete:
-            self._generated(job, engine.close(job))
+            self._generated(job, engine.samples(job))
         if opens and not complete:
             self._pump()
 

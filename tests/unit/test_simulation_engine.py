@@ -1,6 +1,7 @@
 """The virtual engine against one that is simulated token by token."""
 
 import math
+from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -9,10 +10,17 @@ from hypothesis import strategies as st
 from forebay.control.groups import Group, Stage
 from forebay.simulation.engine import Engine
 from forebay.simulation.model import EngineModel
-from forebay.simulation.responses import Job, Response
+from forebay.simulation.responses import Job
 from tests.support.brute_force_engine import BruteForceEngine, Refresh, Request
 
 MODES = ("retract", "in_place", "abort", "drain")
+
+
+def job_of(request, lengths):
+    count = len(lengths)
+    group = Group(request.group, None, count, Stage.GENERATING)
+    wholes, moments = [range(length) for length in lengths], array("q", [0] * count)
+    return Job(group, 1, request.prompt, wholes, group.prefixes, moments, count)
 
 
 def play(model, requests, refreshes):
@@ -20,11 +28,9 @@ def play(model, requests, refreshes):
     engine = Engine(model)
     jobs, responses, ended, samples = {}, [], [None] * len(requests), {}
     for request in requests:
-        group = Group(request.group, None, 0, Stage.GENERATING)
-        job = jobs.setdefault(request.group, Job(group, 1, request.prompt, 0))
-        responses.append(Response(job, job.unfinished, range(request.length)))
-        job.group.size += 1
-        job.unfinished += 1
+        lengths = [other.length for other in requests if other.group == request.group]
+        job = jobs.setdefault(request.group, job_of(request, lengths))
+        responses.append((job, sum(other is job for other, _ in responses)))
     coming, pending, answered, refreshing = list(range(len(requests))), list(refreshes), 0.0, False
     while True:
         events = [(engine.due, 2)]
@@ -46,13 +52,14 @@ def play(model, requests, refreshes):
         else:
             for response in engine.fire():
                 ended[responses.index(response)] = now
-                response.job.unfinished -= 1
-                if not response.job.unfinished:
-                    samples[response.job] = engine.close(response.job)
+                job = response[0]
+                job.unfinished -= 1
+                if not job.unfinished:
+                    samples[job] = engine.samples(job)
             if engine.swap is not None:
                 refreshing, answered = False, engine.swap.answered
                 samples |= engine.swap.aborted
-    return ended, [samples[response.job][response.place] for response in responses], engine
+    return ended, [samples[job][place] for job, place in responses], engine
 
 
 def moments(least, most, root):
