@@ -64,8 +64,9 @@ class EnginePool:
         """Engines that a group may start on, the one with the least left to do first."""
         if self._behind_barrier:
             return []
-        if len(self._free) > 1:
-            self._weigh_changed()
+        if len(self._free) == 1:
+            return list(self._free)
+        self._weigh_changed()
         return sorted(self._free, key=lambda key: (self.engines[key].load, key))
 
     @property
@@ -145,15 +146,16 @@ class EnginePool:
     def sample_finished(self, group: Group, tokens: int) -> bool:
         """A response of a group in flight is done: its slot is free, and the others are better known. Whether any
         engine is free now: if none is, nothing can start."""
-        key, engine = self._engine_of(group)
-        if engine is None or not group.running:
+        key = group.engine
+        if key is None or not group.running or key not in self.engines:
             return False
         group.running -= 1
         group.finished.append(tokens)
         if group.fresh and tokens > group.reached:
             group.reached = tokens  # they began together, and the others go on
-        engine.samples -= 1
         self._changed[group.group_id] = group
+        engine = self.engines[key]
+        engine.samples -= 1
         if engine.samples < self._rules.max_concurrent_samples:  # else another response takes the slot
             self._note(key, engine)
         return bool(self._free)

@@ -60,7 +60,9 @@ class LengthCorrection:
         if len(logs) > 1:
             self._within.add(sum([(value - mean) ** 2 for value in logs]) / (len(logs) - 1))
         self._all.add(residual)
-        self._buckets.setdefault(bucket, _Running()).add(residual)
+        if bucket not in self._buckets:
+            self._buckets[bucket] = _Running()
+        self._buckets[bucket].add(residual)
 
     def rest(self, predicted: float, finished: Sequence[int], running: int, reached: int) -> float:
         """Mean length, in the end, of a group's `running` responses, each of which has at least `reached` tokens."""

@@ -119,7 +119,7 @@ class Engine:
             self._refresh = None
         if self._padded:
             self._admit_padded()
-        else:
+        elif self._waiting:
             self._admit()
         self._plan()
         return finished

@@ -31,10 +31,6 @@ class Change:
     kept: bool
     """It went on with the KV cache of the version before."""
 
-    @property
-    def step(self) -> int:
-        return self.moment >> TURNS
-
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -81,16 +77,14 @@ class Job:
 
     def _versions(self, place: int, tokens: int, history: Sequence[Change]) -> tuple[VersionSpan, ...]:
         """Of the first tokens of a response, which have been decoded."""
-        moment, prefix, era = self.moments[place], self.prefixes[place], -1
+        moment, prefix, era = self.moments[place], self.prefixes[place], len(history) - 1
         while history[era].moment > moment:
             era -= 1
         begin, spans, version, kept = len(prefix.ids), prefix.versions, history[era].version, False
         shift = begin - (moment >> TURNS)
         if spans and spans[-1].version == version and not spans[-1].stale_cache:
             begin, spans = spans[-1].start, spans[:-1]  # it goes on where it was interrupted
-        while era < -1:
-            era += 1
-            change = history[era]
+        for change in history[era + 1 :]:
             end = (change.moment >> TURNS) + shift
             if end >= tokens:
                 break
@@ -98,7 +92,9 @@ class Job:
                 spans += (_span((version, begin, end, kept)),)
                 begin = end
             version, kept = change.version, change.kept
-        return (*spans, _span((version, begin, tokens, kept))) if begin < tokens else spans
+        if begin < tokens:
+            spans += (_span((version, begin, tokens, kept)),)
+        return spans
 
 
 Response = tuple[Job, int]

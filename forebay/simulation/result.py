@@ -109,8 +109,9 @@ class Statistics:
             length = len(sample.ids)
             self._lengths += length
             self._squares += length * length
-            for version, start, end, _ in sample.versions:
-                tokens[version] = tokens.get(version, 0) + end - start
+            for span in sample.versions:
+                version = span.version
+                tokens[version] = tokens.get(version, 0) + span.end - span.start
         self._groups += 1
         self._prompts += len(entry.prompt.ids)
         if trained is not None:
