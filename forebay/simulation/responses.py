@@ -8,9 +8,8 @@ Invariants:
 """
 
 from array import array
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from forebay.control.groups import Group
 from forebay.control.types import Sample, VersionSpan
@@ -18,8 +17,7 @@ from forebay.control.types import Sample, VersionSpan
 TURNS = 20
 """Bits of a moment that number the admissions of one decode step; those above are the step."""
 
-# What `VersionSpan(...)` does, in half the time: every response has one or more.
-_span: Callable[[tuple[int, int, int, bool]], VersionSpan] = partial(tuple.__new__, VersionSpan)
+_new = tuple.__new__  # what `VersionSpan(...)` calls, in half the time: every response has one or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +87,11 @@ class Job:
             if end >= tokens:
                 break
             if end > begin:
-                spans += (_span((version, begin, end, kept)),)
+                spans += (_new(VersionSpan, (version, begin, end, kept)),)
                 begin = end
             version, kept = change.version, change.kept
         if begin < tokens:
-            spans += (_span((version, begin, tokens, kept)),)
+            spans += (_new(VersionSpan, (version, begin, tokens, kept)),)
         return spans
 
 
