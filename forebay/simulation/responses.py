@@ -42,7 +42,7 @@ class Job:
     prefixes: Sequence[Sample]
     """What there was of each when it was admitted last: computed again then, with the prompt."""
     moments: "array[int]"
-    """When each was admitted last, in the order of admissions."""
+    """At which each was admitted last: the step, and the admissions before it in that step."""
     unfinished: int
     """Responses whose end its owner has not heard of."""
     prefilled: bool = False
