@@ -209,7 +209,7 @@ class _Planner:
         )
         try:
             self._lines[choice] = Line(choice, simulate(scenario, progress=self._progress))
-        except RunError as error:  # no rule lets it go on, or no group keeps its deadline
+        except (RunError, UserError) as error:  # no rule lets it go on, or no group keeps its deadline
             self.skipped += 1
             self._stuck = str(error)
 

@@ -26,7 +26,7 @@ from forebay.control.recorder import Recorder
 from forebay.control.source import Minibatch, scheduled
 from forebay.control.types import NOTHING, Prompt, RefreshRecord, Sample
 from forebay.control.unit import QUEUE_PERIOD_S
-from forebay.errors import RunError
+from forebay.errors import RunError, UserError
 from forebay.simulation.engine import Engine
 from forebay.simulation.model import Scenario, Workload
 from forebay.simulation.progress import Progress
@@ -51,7 +51,7 @@ def simulate(
 
     With a `folder`, the files of a run are written there (`forebay.control.recorder`), times being virtual and the
     engines observed every `observe_s` seconds. `progress` is told how far it is. Raises `RunError` if the rules let
-    nothing go on.
+    nothing go on, `UserError` if no group keeps its deadline.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_collection())
@@ -213,7 +213,7 @@ class Simulation:
             return
         self._late += 1
         if self._late > DEADLINES_ALLOWED * max(4 * self._scenario.rules.batch_groups, FRUITLESS):
-            raise RunError(
+            raise UserError(
                 f"simulation: no group is generated within control.group_deadline_s ({deadline:g} s): raise it"
             )
         engine.drop(self.now, job)

@@ -183,3 +183,10 @@ def test_evaluate_needs_a_models_manifest(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["evaluate", str(profile), "--model", str(tmp_path)])
     assert result.exit_code == 2
     assert result.stderr == f"forebay: --model {tmp_path}: no manifest.json there; name the folder `model` of a run\n"
+
+
+def test_a_deadline_that_no_simulated_group_keeps_is_the_users_to_raise() -> None:
+    refused = invoke(cli.app, ["simulate", QUICKSTART, "--set", "control.group_deadline_s=0.1"])
+    assert refused.exit_code == 2
+    told = refused.stderr.splitlines()[-1]
+    assert told.endswith("simulation: no group is generated within control.group_deadline_s (0.1 s): raise it")

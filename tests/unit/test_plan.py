@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.config import RunConfig, parse_config
-from forebay.errors import RunError, UserError
+from forebay.errors import UserError
 from forebay.simulation import plan as planning
 from forebay.simulation.bound import bound
 from forebay.simulation.model import Scenario
@@ -140,7 +140,7 @@ def test_modes_that_the_profile_forbids_are_left_out() -> None:
 def test_a_choice_that_gets_stuck_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def stuck(scenario: Scenario, **options: Any) -> Any:
         if scenario.rules.max_staleness == 0:
-            raise RunError("simulation: no group is generated within control.group_deadline_s (1 s): raise it")
+            raise UserError("simulation: no group is generated within control.group_deadline_s (1 s): raise it")
         return simulate(scenario, **options)
 
     monkeypatch.setattr(planning, "simulate", stuck)

@@ -219,7 +219,7 @@ def test_a_group_beyond_its_deadline_is_made_afresh_twice_and_then_fails(tmp_pat
 
 
 def test_a_deadline_that_no_group_keeps_is_one_line():
-    with pytest.raises(RunError, match=r"^simulation: no group .* control.group_deadline_s \(0.5 s\): raise it$"):
+    with pytest.raises(UserError, match=r"^simulation: no group .* control.group_deadline_s \(0.5 s\): raise it$"):
         simulate(with_deadline(0.5))
 
 
