@@ -17,7 +17,7 @@ from tests.integration.test_trainer import finish, start
 from tests.support.control_stub import Batch, ControlStub
 from tests.support.reference_model import ReferenceModel
 
-STEPS, GROUPS, SIZE, DEADLINE_S = 3, 3, 4, 60
+STEPS, GROUPS, SIZE, DEADLINE_S = 3, 3, 4, 240
 
 
 def make_run(served: Served, folder: Path, publish: str) -> RunContext:
