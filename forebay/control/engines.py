@@ -251,12 +251,12 @@ class EnginePool:
         self._note(key, engine)
 
     def refresh_done(self, key: int, version: int) -> None:
-        self.refresh_failed(key)
         self.engines[key].version = version
-        self._behind = True
+        self.refresh_failed(key)
 
     def refresh_failed(self, key: int) -> None:
         engine = self.engines[key]
         engine.refreshing = False
+        self._behind = self._behind or engine.version < self._published
         self._refreshing -= 1
         self._note(key, engine)

@@ -631,6 +631,21 @@ def test_a_refreshing_engine_gets_no_work():
     assert controller.next_dispatch() is not None
 
 
+def test_an_engine_whose_refresh_failed_tries_again_though_it_was_the_last():
+    controller = Controller(make_rules(), prompts(), lambda entry: None)
+    for key in range(8):  # two at a time
+        controller.engine_joined(key, 0)
+    controller.snapshot_published(1)
+    for key in range(8):
+        assert controller.next_refresh() == key
+        controller.refresh_started(key)
+        if key < 7:
+            controller.refresh_done(key, 1)
+    assert controller.next_refresh() is None
+    controller.refresh_failed(7)
+    assert controller.next_refresh() == 7
+
+
 def test_a_held_engine_works_on_with_the_weights_that_it_has():
     controller = Controller(make_rules(), prompts(), lambda entry: None)
     controller.engine_joined(0, 0)
