@@ -152,14 +152,21 @@ class VllmEngine:
             self._fail(f"the refresh to version {snapshot.version} was not done within {timeout_s:g} s")
 
     async def _notice_death(self, timer: asyncio.Timeout) -> str:
-        """End a refresh that a dead engine will not finish: its server answers without it, but knows. Returns why."""
+        """End a refresh that a dead engine will not finish: its server answers without it, but knows; or does not
+        answer at all. Returns why."""
+        limit_s = self._generation.stall_timeout_s
         while True:
             await asyncio.sleep(HEALTH_EVERY_S)
             try:
-                await self._call("GET", "/health")
+                async with asyncio.timeout(limit_s):
+                    await self._call("GET", "/health")
+                continue
             except EngineFailure as failure:
-                timer.reschedule(0)
-                return str(failure)
+                why = str(failure)
+            except TimeoutError:
+                why = f"engine {self.name} at {self.url}: GET /health: no answer within {limit_s:g} s"
+            timer.reschedule(0)
+            return why
 
     async def health(self) -> None:
         """Raises `EngineFailure` unless the server and its engine process answer."""

@@ -359,6 +359,20 @@ def test_staging_that_never_ends_names_the_engine_and_goes_on() -> None:
     assert server.calls[-1] == "finish_weight_update"
 
 
+def test_a_server_that_is_stopped_in_a_refresh_is_noticed_as_a_hanging_one_is() -> None:
+    async def handler(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(60)
+        return httpx.Response(200)
+
+    async def story() -> None:
+        engine = engine_with(handler)
+        engine._generation = engine._generation.model_copy(update={"refresh_timeout_s": 30.0, "stall_timeout_s": 0.2})
+        with pytest.raises(EngineFailure, match=r"health: no answer within 0\.2 s, while it took version 4"):
+            await engine.refresh(SNAPSHOT, "retract")
+
+    asyncio.run(asyncio.wait_for(story(), 5))
+
+
 def test_half_a_swap_puts_the_engine_out_of_use_until_reset() -> None:
     server = FakeServer(fails_at="swap:retract:4")
     engine = engine_with(server)
