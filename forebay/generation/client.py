@@ -47,7 +47,7 @@ HEALTH_EVERY_S = 1.0
 """How often an engine that takes new weights is asked whether it lives."""
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.005, 0.2
 """Between two questions whether a snapshot is ready."""
-SOONER = 0.95
+SOONER = 0.9
 """Share of what the last one took before the first question: what took longer by chance gets shorter again."""
 _BROKEN = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _Request = tuple[Mapping[str, Any], Sequence[Response]]
@@ -131,7 +131,7 @@ class VllmEngine:
         return [response.sample() for response in responses]
 
     async def refresh(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
-        """Stage and verify while decoding goes on, then swap as `mode` says, all within one call to the engine.
+        """Stage and verify while decoding goes on, then swap as `mode` says within one call to the engine.
 
         `pause_s` is the engine's own measurement. With `drain` the limit is that of a request besides.
         """
@@ -165,7 +165,8 @@ class VllmEngine:
                 why = str(failure)
             except TimeoutError:
                 why = f"engine {self.name} at {self.url}: GET /health: no answer within {limit_s:g} s"
-            timer.reschedule(0)
+            with suppress(RuntimeError):  # its time is over anyway
+                timer.reschedule(0)
             return why
 
     async def health(self) -> None:
@@ -196,6 +197,7 @@ class VllmEngine:
         """The server was started afresh: trust it again."""
         self._broken = None
         self._kept_caches.clear()
+        self._staging_s = SHORTEST_WAIT_S
 
     def _features(self, prompt_ids: Sequence[int], images: Sequence[str]) -> Mapping[str, Any]:
         """What the body has beyond a text prompt's."""
@@ -313,7 +315,7 @@ class VllmEngine:
             "version": snapshot.version,
             "manifest_sha256": snapshot.manifest_sha256,
         }
-        await self._call("POST", "/collective_rpc", {"method": engine_core.STAGE, "kwargs": {"update": update}})
+        await self._call("POST", "/collective_rpc", {"method": "forebay_stage", "kwargs": {"update": update}})
 
     async def _staged(self) -> None:
         """Until the snapshot is ready. Asks first when the last one was: every question costs the engine time."""
@@ -326,7 +328,7 @@ class VllmEngine:
                 break
             if refusals := sorted(states - {"staged", "staging"}):
                 self._fail(refusals[0])
-        self._staging_s = SOONER * (time.monotonic() - begin)
+        self._staging_s = min(SOONER * (time.monotonic() - begin), LONGEST_WAIT_S)
 
     async def _swap(self, snapshot: Snapshot, mode: RefreshMode) -> RefreshRecord:
         # Before the swap: its first tokens may be here before its answer is.
@@ -383,8 +385,11 @@ class VllmEngine:
 
 
 def _longer_and_longer() -> Iterator[float]:
-    """Seconds between two questions."""
-    return (min(SHORTEST_WAIT_S * 2**times, LONGEST_WAIT_S) for times in itertools.count())
+    """Seconds between two questions, without end."""
+    wait_s = SHORTEST_WAIT_S
+    while True:
+        yield wait_s
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
 async def _all(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:

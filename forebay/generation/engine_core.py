@@ -1,9 +1,10 @@
-"""What Forebay adds to vLLM's own processes: a refresh in one call, and versions in every chunk of a stream.
+"""What Forebay adds to vLLM's own processes: a swap in one call, and versions in every chunk of a stream.
 
 Invariants:
 - New weights, their version and the fate of the KV cache change together, between two decoding steps.
 - No request ever hits a prefix-cache block that other weights computed, in any refresh mode.
-- These are the internals of vLLM 0.32 that Forebay leans on; all of them are here and in `forebay.generation.weights`.
+- These are the internals of vLLM 0.32 that Forebay leans on; all of them are here, in `forebay.generation.weights` and
+  in `forebay.generation.twin`.
 """
 
 import os
@@ -12,9 +13,8 @@ from concurrent.futures import Future
 from functools import wraps
 from typing import Any
 
-STAGE, REFRESH = "forebay_stage", "forebay_refresh"
-"""Called through `/collective_rpc`, but answered by the engine core itself: one call each, since on a small model the
-calls of a refresh cost as much as its work."""
+REFRESH = "forebay_refresh"
+"""Called through `/collective_rpc`, but answered by the engine core itself."""
 PAUSES = {"retract": "keep", "in_place": "keep", "abort": "abort", "drain": "wait"}
 """Refresh mode -> vLLM's way to come to a halt."""
 
@@ -59,8 +59,6 @@ def _answering_refreshes(original: Any) -> Any:
     def collective_rpc(
         self: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if method == STAGE:
-            return stage(self, **(kwargs or {}))
         if method == REFRESH:
             return refresh(self, **(kwargs or {}))
         return original(self, method, timeout, args, kwargs)
@@ -80,19 +78,6 @@ def _with_versions(original: Any) -> Any:
         return output
 
     return new_completion_output
-
-
-def stage(core: Any, update: dict[str, Any]) -> Any:
-    """Begin a refresh: let the workers read and verify a snapshot. `update`: a `SnapshotUpdate`, less its action."""
-    workers, begun = core.model_executor.collective_rpc, False
-    workers("start_weight_update")
-    try:
-        results = workers("update_weights", kwargs={"update_info": {"action": "stage", **update}})
-        begun = True
-    finally:
-        if not begun:
-            workers("finish_weight_update")
-    return results
 
 
 def refresh(core: Any, mode: str, version: str) -> Any:

@@ -41,6 +41,7 @@ class Fleet:
         pictures = Pictures.of(run.images, model_dir)
         self._encoder = None if pictures is None else Encoder(pictures)
         self._repairs = [asyncio.Lock() for _ in self._processes]
+        self._revivals_left = run.config.generation.max_restarts
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -79,10 +80,19 @@ class Fleet:
         return self.alive(i) and await _healthy(self.engines[i])
 
     async def revive(self, i: int) -> None:
-        """Restart engine i unless it is in order after all; of several callers one does it. May raise `RunError`."""
+        """Restart engine i unless it is in order after all; of several callers one does it. Raises `RunError` if it
+        does not start, or if no restart is left (`generation.max_restarts`, of all engines together)."""
         async with self._repairs[i]:
-            if not await self.in_order(i):
-                await self.restart(i)
+            if await self.in_order(i):
+                return
+            if not self._revivals_left:
+                name = self.engines[i].name
+                raise RunError(
+                    f"{name} failed and no restart is left (generation.max_restarts: "
+                    f"{self._run.config.generation.max_restarts}); see {self._run.logs / name}.log"
+                )
+            self._revivals_left -= 1
+            await self.restart(i)
 
     def _take_ports(self) -> None:
         host, base = self._run.config.launch.host, self._run.config.generation.base_port
@@ -106,8 +116,7 @@ class Fleet:
 
     async def _start(self, i: int) -> None:
         """Start engine i and wait until it is healthy; raises `RunError` as soon as it is known to have failed."""
-        if self._closed:
-            raise RunError(f"engine {i} is not started: its fleet is closed")
+        self._refuse_closed(i)
         config, engine = self._run.config, self.engines[i]
         log = self._run.logs / f"{engine.name}.log"
         port = self._ports[i].getsockname()[1]
@@ -115,6 +124,7 @@ class Fleet:
         self._processes[i] = process
         deadline = time.monotonic() + config.generation.startup_timeout_s
         while True:
+            self._refuse_closed(i)
             engine.reset()  # each time: a call to the server that was here before may fail only now, and blame it
             if await _healthy(engine):
                 break
@@ -128,6 +138,10 @@ class Fleet:
                 )
             await asyncio.sleep(0.1)
         await engine.set_version(0)
+
+    def _refuse_closed(self, i: int) -> None:
+        if self._closed:
+            raise RunError(f"engine {i} is not started: its fleet is closed")
 
     async def _stop_all(self) -> None:
         self._closed = True

@@ -1,7 +1,8 @@
 """The next weights, made ready beside the served model: on CPU a swap then only exchanges pointers.
 
 Invariants:
-- Making a twin changes nothing of the served model; vLLM's own reload (fusing, packing) does the work, on the twin.
+- Making a twin changes nothing of the served model; vLLM's own way to load a model at its start (fusing, packing) does
+  the work, on the twin.
 - A twin never computes anything; it shares with the model all that is not weights.
 """
 
@@ -53,7 +54,7 @@ def possible(model_config: Any) -> bool:
 @torch.no_grad()
 def make_twin(model: Any, model_config: Any, tensors: list[tuple[str, torch.Tensor]]) -> Any:
     """A model of the same structure, loaded from `tensors` as a server loads its own at its start, ready to `exchange`.
-    Raises `ValueError` if a tensor is left over or a weight is not reached."""
+    Raises `ValueError` if a tensor is left over or a (floating-point) weight is not reached."""
     twin = _clone(model, {})
     remaining = iter(tensors)
     twin.load_weights(remaining)

@@ -134,7 +134,7 @@ def _check_tensors(tensors: list[tuple[str, torch.Tensor]], entries: dict[str, A
 
 
 class SnapshotEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
-    """vLLM's side of `VllmEngine.refresh`: start and update(stage) by `forebay.generation.engine_core.stage`, then
+    """vLLM's side of `VllmEngine.refresh`: start and update(stage) by `SnapshotWorker.forebay_stage`, then
     [staging_state ...], then update(swap) and finish by `forebay.generation.engine_core.refresh`."""
 
     init_info_cls = SnapshotInit
@@ -185,7 +185,16 @@ class SnapshotEngine(WeightTransferEngine[SnapshotInit, SnapshotUpdate]):
 
 
 class SnapshotWorker:
-    """Mixed into vLLM's worker (`--worker-extension-cls`): lets the client ask whether staging is done."""
+    """Mixed into vLLM's worker (`--worker-extension-cls`): staging is begun in one call, since on a small model the
+    calls of a refresh cost as much as its work, and the client asks whether it is done."""
+
+    def forebay_stage(self, update: dict[str, Any]) -> None:
+        """Begin a refresh: read, verify and prepare a snapshot. `update`: a `SnapshotUpdate` less its action."""
+        worker: Any = self
+        if worker._weight_update_active:  # whoever began that one never heard that it had
+            worker.finish_weight_update()
+        worker.start_weight_update()
+        worker.update_weights({"action": "stage", **update})
 
     def forebay_staging_state(self) -> str:
         """The word staging or staged, or else why the snapshot is refused."""

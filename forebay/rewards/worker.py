@@ -86,10 +86,11 @@ class Worker:
                         judged[place], deaths = judgement, 0
                 continue
             except TimeoutError:
-                deaths += not begun  # it did not even look at the task: it is the process that hangs
                 verdict = timed_out(f"longer than reward.timeout_s ({self._timeout_s:g} s)")
-                if not begun and deaths < _DEATHS:
-                    verdict = None
+                if not begun:  # it is the process that hangs, or the import of this task's verifier
+                    deaths += 1
+                    all_at_once = True
+                    verdict = timed_out(f"not begun within {STARTUP_S:g} s, twice") if deaths == _DEATHS else None
             except (EOFError, OSError):
                 deaths += 1
                 verdict = failed("its process ended twice while judging this response") if deaths == _DEATHS else None
@@ -121,7 +122,7 @@ class Worker:
 
     def _send(self, message: Any) -> None:
         """Raises `OSError` if the process ends meanwhile; it is killed if it does not take a long message in time."""
-        killer = threading.Timer(self._timeout_s, self._process.kill)
+        killer = threading.Timer(self._timeout_s, self._kill)
         killer.start()
         try:
             self._pipe.send(message)
@@ -174,10 +175,13 @@ class Worker:
 
     def _end(self) -> None:
         """Kill the process and its children; returns when it is gone."""
+        self._kill()
+        self._process.join(_CLOSE_S)
+
+    def _kill(self) -> None:
         with contextlib.suppress(OSError):  # before it has made its own group, or after its end
             os.killpg(self._process.pid or 0, signal.SIGKILL)
         self._process.kill()
-        self._process.join(_CLOSE_S)
 
 
 def serve(pipe: Connection, setup: Setup) -> None:

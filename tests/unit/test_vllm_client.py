@@ -1,6 +1,7 @@
 """What the client makes of every kind of answer; the server is a function."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from forebay.control.types import (
     VersionSpan,
 )
 from forebay.generation import client
-from forebay.generation.client import VllmEngine
+from forebay.generation.client import LONGEST_WAIT_S, SHORTEST_WAIT_S, VllmEngine, _longer_and_longer
 from forebay.generation.server import engine_command, engine_environment, telling_line
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -319,7 +320,19 @@ def test_the_next_staging_is_asked_about_when_the_last_one_was_done() -> None:
 
     asyncio.run(story())
     assert server.calls[-3:] == ["forebay_stage", "forebay_staging_state", "swap:retract:4"]
-    assert server.times[-2] - server.times[-3] > 0.95 * 0.08
+    assert server.times[-2] - server.times[-3] > 0.9 * 0.08
+
+
+def test_staging_may_take_long_and_delays_the_next_one_little() -> None:
+    waits = list(itertools.islice(_longer_and_longer(), 5000))
+    assert waits[0] == SHORTEST_WAIT_S
+    assert waits[-1] == LONGEST_WAIT_S
+    server = FakeServer(states=(*["staging"] * 8, "staged"))
+    engine = engine_with(server)
+    asyncio.run(engine.refresh(SNAPSHOT, "retract"))
+    assert engine._staging_s == LONGEST_WAIT_S
+    engine.reset()
+    assert engine._staging_s == SHORTEST_WAIT_S
 
 
 @pytest.mark.parametrize(("mode", "stale"), [("retract", False), ("in_place", True)])
@@ -357,6 +370,24 @@ def test_staging_that_never_ends_names_the_engine_and_goes_on() -> None:
         asyncio.run(engine_with(server, IMPATIENT).refresh(SNAPSHOT, "retract"))
     assert "swap:retract:4" not in server.calls
     assert server.calls[-1] == "finish_weight_update"
+
+
+def test_a_server_that_is_stopped_while_a_refresh_backs_out_is_an_engine_failure(monkeypatch) -> None:
+    """Both limits are over: that of the refresh, and then that of the question whether the engine lives."""
+
+    async def handler(request: httpx.Request) -> httpx.Response:
+        if b"forebay_stage" not in request.content:
+            await asyncio.sleep(60)
+        return httpx.Response(200, json={"results": ["None"]})
+
+    async def story() -> None:
+        engine = engine_with(handler)
+        engine._generation = engine._generation.model_copy(update={"refresh_timeout_s": 1.1, "stall_timeout_s": 0.2})
+        with pytest.raises(EngineFailure, match="engine-0"):
+            await engine.refresh(SNAPSHOT, "retract")
+
+    monkeypatch.setattr(client, "BACK_OUT_S", 0.5)
+    asyncio.run(asyncio.wait_for(story(), 5))
 
 
 def test_a_server_that_is_stopped_in_a_refresh_is_noticed_as_a_hanging_one_is() -> None:
