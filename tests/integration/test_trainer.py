@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from forebay.config import parse_config
+from forebay.launch.ports import hold_port
 from forebay.run import RunContext
 from forebay.training.launch import trainer_command
 from forebay.training.snapshots import verify_files
@@ -392,13 +393,11 @@ def test_a_run_that_is_over_after_the_last_step_still_leaves_the_trained_model(t
 
 def test_a_dead_control_unit_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path, step_timeout_s=2)
-    with ControlStub(run.token, lambda step: None) as control:
-        pass
-    code, errors = finish(start(run, control.url))
+    with hold_port("127.0.0.1", 0) as held:  # nobody listens there, and nobody else can begin to meanwhile
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        code, errors = finish(start(run, url))
     assert code == 1
-    assert errors == (
-        f"trainer: the Control Unit at {control.url} gave no answer to /v1/batches/next for 2 s (ConnectError)\n"
-    )
+    assert errors == f"trainer: the Control Unit at {url} gave no answer to /v1/batches/next for 2 s (ConnectError)\n"
 
 
 def test_sigterm_ends_all_ranks_promptly(tmp_path: Path) -> None:
