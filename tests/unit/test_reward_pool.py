@@ -194,6 +194,19 @@ def test_the_event_loop_runs_on_while_a_group_is_scored(moody: RewardPool) -> No
     assert asyncio.run(ticks()) > 20
 
 
+def test_a_task_that_no_worker_begins_times_out_as_a_whole(moody: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def silent(worker: Worker, task: Any, left: list[int]) -> Any:
+        tried.append(left)
+        raise TimeoutError
+
+    monkeypatch.setattr(Worker, "_messages", silent)
+    with pytest.raises(DataError, match="not begun within 120 s, twice"):
+        asyncio.run(moody.score([(ids("a1"), True)] * 3, "1", "good"))
+    assert tried == [[0, 1, 2]] * 2
+
+
 def test_close_leaves_no_worker_and_a_closed_pool_says_so(folder: Path, moody: RewardPool) -> None:
     ask(moody, "good")  # so that its worker is among those before
     before = set(multiprocessing.active_children())
