@@ -310,11 +310,7 @@ class VllmEngine:
         return record
 
     async def _begin(self, snapshot: Snapshot) -> None:
-        update = {
-            "path": snapshot.path,
-            "version": snapshot.version,
-            "manifest_sha256": snapshot.manifest_sha256,
-        }
+        update = {"path": snapshot.path, "version": snapshot.version, "manifest_sha256": snapshot.manifest_sha256}
         await self._call("POST", "/collective_rpc", {"method": "forebay_stage", "kwargs": {"update": update}})
 
     async def _staged(self) -> None:
